@@ -1,0 +1,355 @@
+"""
+The reference transformer and the model registry. Needs torch and nothing else; copy this file anywhere.
+
+    model = build_model({"name": "reference_transformer", "vocab_size": 256, "n_layer": 6})
+    model(input_ids)["logits"]                  # (B, T, V)
+    model(input_ids, labels=labels)["loss"]     # scalar; labels are already shifted, -100 is ignored
+
+Decoder only: pre-RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases, tied embeddings by default.
+Tensor names, layouts and the rotation are those of the Llama family: a state dict of ours loads in
+transformers, vLLM or llama.cpp, and theirs loads here.
+"""
+import importlib
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+DEFAULTS = dict(vocab_size=256, block_size=256, n_layer=6, n_head=6, n_kv_head=0, d_model=384, d_ff=0, dropout=0.0,
+                tie_weights=True, rope_base=10000.0, norm_eps=1e-5)
+
+# ---- the loss, without the logits
+
+
+def wide(x) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)  # what sums of x are kept in
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of the logits `hidden @ weight.T`, a few rows at a time.
+
+    hidden (N, D), weight (V, D), labels (N,) -> scalar; labels of -100 do not count, and with none left it is 0.
+    The gradients are made while a chunk's logits exist, so nothing of size (N, V) is ever held. They wait unscaled
+    for backward, so the loss scale of fp16 arrives in time and a probability over N cannot underflow.
+    """
+    CHUNK = 1 << 24  # logits held at once: 64 MiB in fp32, whatever the vocabulary
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, needs_grad: bool):
+        w = weight.to(hidden.dtype)
+        loss = torch.zeros((), device=hidden.device, dtype=wide(hidden))
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=wide(hidden)) if needs_grad else None
+        rows = max(1, ChunkedCrossEntropy.CHUNK // weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            h, y = hidden[start:start + rows], labels[start:start + rows, None]
+            keep, target = y != -100, y.clamp(min=0)
+            logp = (h @ w.t()).to(loss.dtype)                                     # (rows, V)
+            logp -= logp.logsumexp(-1, keepdim=True)
+            loss -= (logp.gather(1, target) * keep).sum()
+            if needs_grad:  # d loss / d logits = softmax - onehot
+                grad_logits = logp.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=logp.dtype))
+                grad_logits = grad_logits.mul_(keep).to(h.dtype)
+                torch.mm(grad_logits, w, out=grad_hidden[start:start + rows])
+                if w is weight:
+                    grad_weight.addmm_(grad_logits.t(), h)
+                else:
+                    grad_weight += grad_logits.t() @ h
+        count = (labels != -100).sum().clamp(min=1)
+        ctx.save_for_backward(grad_hidden, grad_weight, count)
+        ctx.weight_dtype = weight.dtype
+        return loss / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, grad_weight, count = ctx.saved_tensors
+        scale = grad / count
+        return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None, None
+
+# ---- kernels
+# On a GPU, and under torch.compile, plain torch is best. An eager CPU runs the same operations as many passes over
+# memory; written out by hand they are two to three times faster, which is a quarter of a training step.
+
+
+def plain(x) -> bool:
+    return x.device.type != "cpu" or torch.compiler.is_compiling()
+
+
+class CPUNorm(torch.autograd.Function):
+    """x / rms(x) * weight over the last dimension: F.rms_norm in half the time."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x)).square_() / x.shape[-1]
+        r = (mean_square + eps).rsqrt_().to(x.dtype)
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, r = ctx.saved_tensors
+        n = x * r
+        gn = grad * n
+        grad_weight = gn.flatten(0, -2).sum(0)
+        mean = (gn @ weight).unsqueeze(-1) / x.shape[-1]
+        return (grad * weight).addcmul_(n, mean, value=-1).mul_(r), grad_weight, None
+
+
+class CPURotate(torch.autograd.Function):
+    """apply_rope without its temporaries. The gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, sign=1):
+        ctx.save_for_backward(cos, sin)
+        y = torch.empty(x.shape, dtype=x.dtype)
+        (x1, x2), (y1, y2) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
+        torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-sign)
+        torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=sign)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return CPURotate.forward(ctx, grad, *ctx.saved_tensors, sign=-1), None, None
+
+
+class CPUAttention(torch.autograd.Function):
+    """Causal attention over (B * H, T, D) as plain matrix products, ROWS queries at a time.
+
+    It never looks right of the block's diagonal and keeps the probabilities, T*T/2 a head, for backward.
+    """
+    ROWS, LONGEST = 128, 1024  # past LONGEST the probabilities cost more memory than they save time
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        T, D = q.shape[-2:]
+        out, probs = torch.empty_like(q), []
+        future = torch.ones(CPUAttention.ROWS, CPUAttention.ROWS, dtype=torch.bool).triu(1)
+        for s in range(0, T, CPUAttention.ROWS):
+            e = min(s + CPUAttention.ROWS, T)
+            p = scaled_bmm(q[:, s:e], k[:, :e].transpose(1, 2), D ** -0.5)        # (B * H, rows, e)
+            p[:, :, s:].masked_fill_(future[:e - s, :e - s], -math.inf)
+            probs.append(torch.softmax(p, dim=-1))
+            torch.bmm(probs[-1], v[:, :e], out=out[:, s:e])
+        ctx.save_for_backward(q, k, v, *probs)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, *probs = ctx.saved_tensors
+        scale = q.shape[-1] ** -0.5
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for s, p in zip(range(0, q.shape[1], CPUAttention.ROWS), probs):
+            e = p.shape[2]
+            g = grad[:, s:e]
+            dv[:, :e] += p.transpose(1, 2) @ g
+            ds = torch.ops.aten._softmax_backward_data(g @ v[:, :e].transpose(1, 2), p, -1, p.dtype)
+            dq[:, s:e] = scaled_bmm(ds, k[:, :e], scale)
+            dk[:, :e] += scaled_bmm(ds.transpose(1, 2), q[:, s:e], scale)
+        return dq, dk, dv
+
+
+def scaled_bmm(a, b, scale):
+    return torch.baddbmm(a.new_empty(1), a, b, beta=0, alpha=scale)  # beta 0: the first argument is not read
+
+
+def apply_rope(x, cos, sin):
+    """Rotate (B, H, T, D) by angles given as (T, D / 2): pairs are (i, i + D / 2), as in the Llama family."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    if not plain(x):
+        return CPURotate.apply(x, cos, sin)
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+
+
+def attend(q, k, v, mask):
+    """q (B, H, T, D), k and v (B, H_kv, T, D), mask None (causal) or boolean (B, 1, T, T) -> (B, H, T, D)."""
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    if q.device.type != "cpu" or mask is not None or q.shape[2] > CPUAttention.LONGEST:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return CPUAttention.apply(*(t.flatten(0, 1) for t in (q, k, v))).view_as(q)
+
+# ---- the transformer
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps) if plain(x) else CPUNorm.apply(x, weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.head_dim = c["d_model"] // c["n_head"]
+        self.q_proj = nn.Linear(c["d_model"], c["n_head"] * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(c["d_model"], c["n_kv_head"] * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(c["d_model"], c["n_kv_head"] * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(c["n_head"] * self.head_dim, c["d_model"], bias=False)
+
+    def forward(self, x, cos, sin, mask):
+        B, T, C = x.shape
+        q, k, v = (p(x).view(B, T, -1, self.head_dim).transpose(1, 2)             # (B, H, T, D)
+                   for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.gate_proj = nn.Linear(c["d_model"], c["d_ff"], bias=False)
+        self.up_proj = nn.Linear(c["d_model"], c["d_ff"], bias=False)
+        self.down_proj = nn.Linear(c["d_ff"], c["d_model"], bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c["d_model"], c["norm_eps"])
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c["d_model"], c["norm_eps"])
+        self.mlp = MLP(c)
+        self.dropout = nn.Dropout(c["dropout"])
+
+    def forward(self, x, cos, sin, mask):
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):
+    """Token ids (B, T) to normed hidden states (B, T, C)."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c["vocab_size"], c["d_model"])
+        self.layers = nn.ModuleList(Block(c) for _ in range(c["n_layer"]))
+        self.norm = RMSNorm(c["d_model"], c["norm_eps"])
+        self.dropout = nn.Dropout(c["dropout"])
+        self.gradient_checkpointing = False
+        head_dim = c["d_model"] // c["n_head"]
+        # fp32: a bf16 angle is off by whole turns after a few hundred positions
+        inv_freq = c["rope_base"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angles = torch.outer(torch.arange(c["block_size"], dtype=torch.float32), inv_freq)    # (T, D / 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, input_ids, mask):
+        T, device = input_ids.shape[1], input_ids.device.type
+        x = self.dropout(self.embed_tokens(input_ids))
+        if torch.is_autocast_enabled(device):  # keep: the residual stream in half precision, or every add is cast
+            x = x.to(torch.get_autocast_dtype(device))
+        cos, sin = self.cos[:T], self.sin[:T]
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, mask)
+        return self.norm(x)
+
+
+class ReferenceTransformer(nn.Module):
+    """A causal language model from a dict of the keys in DEFAULTS.
+
+    n_kv_head 0 means n_head, d_ff 0 means 8/3 d_model rounded up to a multiple of 64.
+
+    tensor                               init
+    embed_tokens, lm_head                normal, std 0.02, less above d_model 384: the first loss is near ln V
+    q_proj k_proj v_proj gate_proj up_proj   normal, std 0.02
+    o_proj, down_proj                    normal, std 0.02 / sqrt(2 n_layer): the residual stream keeps its size
+    norms                                1
+    """
+
+    def __init__(self, config: dict):
+        super().__init__()
+        c = {**DEFAULTS, **config}
+        c["n_kv_head"] = c["n_kv_head"] or c["n_head"]
+        c["d_ff"] = c["d_ff"] or 64 * math.ceil(c["d_model"] * 8 / 3 / 64)
+        if c["d_model"] % c["n_head"] or c["n_head"] % c["n_kv_head"] or c["d_model"] // c["n_head"] % 2:
+            raise ValueError(f"d_model {c['d_model']} must be n_head {c['n_head']} heads of an even size, and n_head a "
+                             f"multiple of n_kv_head {c['n_kv_head']}")
+        self.config = c
+        self.model = Decoder(c)
+        self.lm_head = nn.Linear(c["d_model"], c["vocab_size"], bias=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                std = 0.02 / math.sqrt(2 * c["n_layer"]) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")):  # logits have variance d_model * std ** 2
+                    std *= min(1.0, math.sqrt(384 / c["d_model"]))
+                nn.init.normal_(p, std=std)
+        if c["tie_weights"]:
+            self.lm_head.weight = self.model.embed_tokens.weight
+            self.register_load_state_dict_pre_hook(fill_tied_head)
+
+    def set_gradient_checkpointing(self, enabled: bool):
+        """Recompute each layer's activations in backward: less memory, about a third more time."""
+        self.model.gradient_checkpointing = enabled
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        """input_ids, labels, attention_mask (B, T) -> {"logits": (B, T, V)}, with labels {"loss": scalar}.
+
+        labels[t] is the token after input_ids[t]; -100, and positions the mask leaves out, do not count.
+        attention_mask is 1 for tokens and 0 for padding, on either side. Raises ValueError past block_size.
+        """
+        B, T = input_ids.shape
+        if T > self.config["block_size"]:
+            raise ValueError(f"a sequence of {T} tokens is longer than block_size {self.config['block_size']}")
+        mask = None
+        if attention_mask is not None:
+            keep = attention_mask.bool()
+            mask = torch.ones(T, T, dtype=torch.bool, device=keep.device).tril() & keep[:, None, None, :]
+            mask |= torch.eye(T, dtype=torch.bool, device=keep.device)  # padding sees itself: no row of -inf, no NaN
+            labels = labels if labels is None else labels.masked_fill(~keep, -100)
+        x = self.model(input_ids, mask)
+        if labels is None:
+            return {"logits": self.lm_head(x)}
+        return {"loss": ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, labels.flatten(),
+                                                  torch.is_grad_enabled())}
+
+
+def fill_tied_head(module, state_dict, prefix, *_):
+    """Files of tied models leave lm_head.weight out."""
+    if prefix + "model.embed_tokens.weight" in state_dict:
+        state_dict.setdefault(prefix + "lm_head.weight", state_dict[prefix + "model.embed_tokens.weight"])
+
+# ---- the registry
+
+MODELS = {"reference_transformer": ReferenceTransformer, "gpt": ReferenceTransformer}
+
+
+def register_model(name: str, factory=None):
+    """`register_model("mine", factory)`, or `@register_model("mine")` above it. factory(dict) -> nn.Module."""
+    if factory is None:
+        return lambda f: register_model(name, f)
+    MODELS[name] = factory
+    return factory
+
+
+def build_model(config: dict) -> nn.Module:
+    """The model that config["name"] says: a registered name, or `package.module:factory` from the import path.
+
+    Raises ValueError for a name that is not known or cannot be imported.
+    """
+    name = config["name"]
+    factory = MODELS.get(name)
+    if factory is None and ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            factory = getattr(importlib.import_module(module), attribute)
+        except Exception as e:  # their module may fail in any way
+            raise ValueError(f"model.name={name}: {type(e).__name__}: {e}") from e
+    if factory is None:
+        raise ValueError(f"model.name={name} is not known; there are {', '.join(sorted(MODELS))}, "
+                         f"or package.module:factory")
+    return factory(config)
