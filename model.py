@@ -34,7 +34,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     The gradients are made while a chunk's logits exist, so nothing of size (N, V) is ever held. They wait unscaled
     for backward, so the loss scale of fp16 arrives in time and a probability over N cannot underflow.
     """
-    CHUNK = 1 << 24  # logits held at once: 64 MiB in fp32, whatever the vocabulary
+    CHUNK = 1 << 23  # logits held at once: 32 MiB in fp32, whatever the vocabulary
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, needs_grad: bool):
@@ -46,11 +46,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             h, y = hidden[start:start + rows], labels[start:start + rows, None]
             keep, target = y != -100, y.clamp(min=0)
-            logp = (h @ w.t()).to(loss.dtype)                                     # (rows, V)
-            logp -= logp.logsumexp(-1, keepdim=True)
-            loss -= (logp.gather(1, target) * keep).sum()
-            if needs_grad:  # d loss / d logits = softmax - onehot
-                grad_logits = logp.exp_().scatter_add_(1, target, -torch.ones_like(target, dtype=logp.dtype))
+            logits = (h @ w.t()).to(loss.dtype)                                   # (rows, V)
+            loss -= (torch.log_softmax(logits, -1).gather(1, target) * keep).sum()
+            if needs_grad:  # d loss / d logits = softmax - onehot. keep: torch.exp is not the same bits in each process
+                grad_logits = torch.softmax(logits, -1).scatter_add_(1, target, -torch.ones_like(target, dtype=loss.dtype))
                 grad_logits = grad_logits.mul_(keep).to(h.dtype)
                 torch.mm(grad_logits, w, out=grad_hidden[start:start + rows])
                 if w is weight:
@@ -90,11 +89,10 @@ class CPUNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, r = ctx.saved_tensors
-        n = x * r
-        gn = grad * n
-        grad_weight = gn.flatten(0, -2).sum(0)
-        mean = (gn @ weight).unsqueeze(-1) / x.shape[-1]
-        return (grad * weight).addcmul_(n, mean, value=-1).mul_(r), grad_weight, None
+        gx = grad * x
+        grad_weight = r.flatten() @ gx.flatten(0, -2)
+        mean = (gx @ weight).unsqueeze(-1) / x.shape[-1]
+        return (grad * weight).mul_(r).addcmul_(x, mean * r ** 3, value=-1), grad_weight, None
 
 
 class CPURotate(torch.autograd.Function):
@@ -119,7 +117,7 @@ class CPUAttention(torch.autograd.Function):
 
     It never looks right of the block's diagonal and keeps the probabilities, T*T/2 a head, for backward.
     """
-    ROWS, LONGEST = 128, 1024  # past LONGEST the probabilities cost more memory than they save time
+    ROWS, LONGEST = 64, 1024  # past LONGEST the probabilities cost more memory than they save time
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -131,7 +129,7 @@ class CPUAttention(torch.autograd.Function):
             p = scaled_bmm(q[:, s:e], k[:, :e].transpose(1, 2), D ** -0.5)        # (B * H, rows, e)
             p[:, :, s:].masked_fill_(future[:e - s, :e - s], -math.inf)
             probs.append(torch.softmax(p, dim=-1))
-            torch.bmm(probs[-1], v[:, :e], out=out[:, s:e])
+            out[:, s:e] = probs[-1] @ v[:, :e]
         ctx.save_for_backward(q, k, v, *probs)
         return out
 
@@ -239,11 +237,12 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(c["dropout"])
         self.gradient_checkpointing = False
         head_dim = c["d_model"] // c["n_head"]
-        # fp32: a bf16 angle is off by whole turns after a few hundred positions
-        inv_freq = c["rope_base"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        angles = torch.outer(torch.arange(c["block_size"], dtype=torch.float32), inv_freq)    # (T, D / 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        # fp32 angles as the family has them. keep: the powers, sines and cosines in float64 and rounded, because those of
+        # fp32 are not the same bits in each process, and a resumed run would not be the run
+        inv_freq = (c["rope_base"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)).float()
+        angles = torch.outer(torch.arange(c["block_size"]).float(), inv_freq).double()        # (T, D / 2)
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, input_ids, mask):
         T, device = input_ids.shape[1], input_ids.device.type

@@ -733,7 +733,7 @@ class Trainer:
                 self.refuse_not_finite()            # waits for the device: the clock below is right
                 now = time.perf_counter() - paused
                 spent, elapsed, rate = (now - window) / window_steps, now - began, window_tokens / (now - window)
-                eta = (run["max_steps"] - self.step) * (now - began) / (self.step - first)
+                eta = (run["max_steps"] - self.step) * spent
                 self.emit("step", f"{self.progress()} | loss {loss.item():.4f} | lr {lr:.2e} | norm {norm.item():.2f} | "
                                   f"{spent * 1e3:,.0f} ms | {rate:,.0f} tok/s | eta {duration(eta)}",
                           step=self.step, loss=loss.item(), lr=lr, grad_norm=norm.item(), tokens=self.tokens,
