@@ -4,10 +4,11 @@ Every setting of every script, as plain dicts, and the command line over them.
     python train.py --config=small --lr=1e-3 --max-steps=2_000 --resume
     python train.py --help
 
-`base` holds each key with its default; a named config is a dict of differences; flags come on top, in any order.
-A dotted key is exact (--optimizer.lr). A bare one is run.KEY if run has it, else the one section that has it.
-A value is read as the type of its default. No exec, no eval, and no secret is a config key: the Hub token comes from
-HF_TOKEN or the login. This file imports nothing of ours; add a key here and it is a flag.
+`base` holds each key with its default; a named config is a dict of differences; flags come on top,
+in any order. A dotted key is exact (--optimizer.lr). A bare one is run.KEY if run has it, else the
+one section that has it. A value is read as the type of its default. No exec, no eval, and no secret
+is a config key: the Hub token comes from HF_TOKEN or the login. This file imports nothing of ours;
+add a key here and it is a flag.
 """
 import copy
 import difflib
@@ -17,19 +18,19 @@ from pathlib import Path
 
 base = dict(
     run=dict(
-        name="",                    # folder of the run below output_dir; "" = the name of the config
+        name="",                    # the run's folder below output_dir; "" = the name of the config
         seed=1337,                  # of the weights, the order of the data and dropout
         device="auto",              # auto | cuda | cuda:N | mps | cpu
-        precision="auto",           # auto | fp32 | bf16 | fp16; what the hardware lacks falls back to fp32, saying so
+        precision="auto",           # auto | fp32 | bf16 | fp16; what hardware lacks becomes fp32
         compile=False,              # torch.compile; falls back to eager if it fails
-        gradient_checkpointing=False,  # recompute activations in backward: less memory, a third more time
+        gradient_checkpointing=False,  # recompute activations: less memory, a third more time
         max_steps=1000,             # absolute step to stop at: a run resumed at 900 does 100 more
         resume=False,               # go on from the newest checkpoint in the run's folder
         output_dir="runs",          # runs live here
         eval_every=100,             # steps between evaluations; 0 = only at the end
         eval_batches=20,            # microbatches of validation data, the same ones each time
         sample="",                  # a prompt to continue at the end of training; "" = no sample
-        expected_loss=0.0,          # final validation loss to expect, printed at the start; 0 = not known
+        expected_loss=0.0,          # final validation loss to expect, printed first; 0 = not known
     ),
     model=dict(
         name="reference_transformer",  # a registered name, or your own: package.module:factory
@@ -39,17 +40,17 @@ base = dict(
         n_head=4,                   # query heads; d_model / n_head is the head size, whole and even
         n_kv_head=0,                # K/V heads, a divisor of n_head; 0 = n_head
         d_model=256,                # width of the residual stream
-        d_ff=0,                     # width of the MLP; 0 = 8/3 d_model rounded up to a multiple of 64
+        d_ff=0,                     # width of the MLP; 0 = 8/3 d_model, up to a multiple of 64
         dropout=0.0,                # 0 to < 1, on the embedding and on each branch
         tie_weights=True,           # input and output embeddings are one matrix
         rope_base=10000.0,          # base of the rotary angles
         norm_eps=1e-5,              # of RMSNorm
     ),
     data=dict(
-        path="stdlib",              # stdlib | synthetic | text file, folder or glob | .bin | .npy | hf://datasets/...
-        val_path="",                # validation data; "" = the last tenth of data.path, not trained on
+        path="stdlib",              # stdlib | synthetic | text, folder, glob | .bin | .npy | hf://
+        val_path="",                # validation data; "" = the last tenth of data.path, held out
         micro_batch_size=16,        # samples per forward and backward
-        target_batch_size=16,       # samples per optimizer step: a multiple of micro_batch_size (accumulation)
+        target_batch_size=16,       # samples per optimizer step: a multiple of micro_batch_size
         num_workers=0,              # DataLoader processes; 0 = read in the training process
         prefetch_factor=2,          # batches each of them keeps ready
         pin_memory="auto",          # auto | true | false; auto = on CUDA
@@ -61,10 +62,10 @@ base = dict(
         eps=1e-8,                   # of AdamW
         weight_decay=0.1,           # on tensors of two dimensions or more
         grad_clip=1.0,              # largest gradient norm; 0 = no clipping
-        fused=True,                 # one kernel for the whole AdamW step, where torch has one for the device
+        fused=True,                 # one kernel for all of AdamW, if torch has it for the device
     ),
     scheduler=dict(
-        name="cosine",              # cosine | constant | wsd (flat, the last fifth linear to the minimum)
+        name="cosine",              # cosine | constant | wsd (flat, last fifth linear to minimum)
         warmup_steps=100,           # linear from 0 to lr
         max_steps=0,                # horizon: length of the LR curve; 0 = run.max_steps
         min_lr_ratio=0.1,           # the curve ends at lr times this
@@ -112,9 +113,10 @@ CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "scheduler.name": ("cosine", "constant", "wsd"),
 }
-AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.block_size", "model.n_layer", "model.n_head",
-                "model.d_model", "data.micro_batch_size", "data.target_batch_size", "data.prefetch_factor",
-                "checkpoint.keep_last", "logging.every_steps")
+AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.block_size",
+                "model.n_layer", "model.n_head", "model.d_model", "data.micro_batch_size",
+                "data.target_batch_size", "data.prefetch_factor", "checkpoint.keep_last",
+                "logging.every_steps")
 
 # ---- the command line
 
@@ -131,30 +133,36 @@ def parse(text: str, default, key: str):
             return values
         return type(default)(text)
     except (KeyError, ValueError):
-        kind = {bool: "true or false", int: "a whole number", float: "a number", tuple: "two numbers, a,b"}[type(default)]
+        kind = {bool: "true or false", int: "a whole number", float: "a number",
+                tuple: "two numbers, a,b"}[type(default)]
         raise ValueError(f"--{key}={text}: wants {kind}") from None
 
 
 def resolve(key: str) -> tuple[str, str]:
-    """(section, key) for a dotted or bare key. Raises ValueError for an unknown or ambiguous one."""
+    """(section, key) for a dotted or bare key.
+    Raises ValueError for an unknown or ambiguous one."""
     key = key.replace("-", "_")
     every = [f"{section}.{name}" for section in base for name in base[section]]
-    found = [full for full in every if full == key] or [full for full in every if full.split(".")[1] == key]
+    found = ([full for full in every if full == key]
+             or [full for full in every if full.split(".")[1] == key])
     found = [full for full in found if full == f"run.{key}"] or found
     if len(found) > 1:
-        raise ValueError(f"--{key} could be {' or '.join('--' + full for full in found)}: write the section")
+        raise ValueError(f"--{key} could be {' or '.join('--' + full for full in found)}: "
+                         f"write the section")
     if not found:
-        names = {full.split(".")[1]: full for full in reversed(every)} | {full: full for full in every}
+        names = ({full.split(".")[1]: full for full in reversed(every)}
+                 | {full: full for full in every})
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
-        raise ValueError(f"--{key} is not a setting; the nearest is --{names[near[0]]} (--help lists all)")
+        raise ValueError(f"--{key} is not a setting; the nearest is --{names[near[0]]} "
+                         f"(--help lists all)")
     return tuple(found[0].split("."))
 
 
 def load_config(argv: list[str], default: str = "small") -> dict:
     """The config that command line arguments ask for, checked and with its derived values.
 
-    Precedence: base, then the named config, then the other flags. Raises ValueError, in one line, for whatever is wrong;
-    prints the help and exits for --help.
+    Precedence: base, then the named config, then the other flags. Raises ValueError, in one line,
+    for whatever is wrong; prints the help and exits for --help.
     """
     name, flags = default, []
     for argument in argv:
@@ -186,7 +194,8 @@ def load_config(argv: list[str], default: str = "small") -> dict:
 def help_text() -> str:
     """Each key with its default and its comment, read from the text of `base` above."""
     lines = [__doc__.strip(), f"\n  --config=small    {' | '.join(configs)}"]
-    source = Path(__file__).read_text(encoding="utf-8").split("\nbase = dict(\n")[1].split("\n)\n")[0]
+    source = (Path(__file__).read_text(encoding="utf-8")
+              .split("\nbase = dict(\n")[1].split("\n)\n")[0])
     for line in source.splitlines():
         if section := re.match(r"    (\w+)=dict\($", line):
             lines.append("")
@@ -199,8 +208,10 @@ def help_text() -> str:
 
 
 def derive(config: dict) -> dict:
-    """Fill in what follows from other settings and check that all fit together. Raises ValueError."""
-    run, model, data, optimizer, scheduler = (config[s] for s in ("run", "model", "data", "optimizer", "scheduler"))
+    """Fill in what follows from other settings and check that all fit together.
+    Raises ValueError."""
+    run, model, data, optimizer, scheduler = (
+        config[s] for s in ("run", "model", "data", "optimizer", "scheduler"))
 
     def check(holds, message):
         if not holds:
@@ -211,16 +222,20 @@ def derive(config: dict) -> dict:
             numbers = value if isinstance(value, tuple) else (value,)
             for number in numbers:
                 if isinstance(number, (int, float)):
-                    check(math.isfinite(number) and number >= 0, f"{section}.{key}={value} must be finite and not negative")
+                    check(math.isfinite(number) and number >= 0,
+                          f"{section}.{key}={value} must be finite and not negative")
     for full, allowed in CHOICES.items():
         section, key = full.split(".")
-        check(config[section][key] in allowed, f"{full}={config[section][key]} is not one of {', '.join(allowed)}")
+        check(config[section][key] in allowed,
+              f"{full}={config[section][key]} is not one of {', '.join(allowed)}")
     for full in AT_LEAST_ONE:
         section, key = full.split(".")
         check(config[section][key] >= 1, f"{full}={config[section][key]} must be at least 1")
-    check(all(beta < 1 for beta in optimizer["betas"]), f"optimizer.betas={optimizer['betas']} must be below 1")
+    check(all(beta < 1 for beta in optimizer["betas"]),
+          f"optimizer.betas={optimizer['betas']} must be below 1")
     check(model["dropout"] < 1, f"model.dropout={model['dropout']} must be below 1")
-    check(scheduler["min_lr_ratio"] <= 1, f"scheduler.min_lr_ratio={scheduler['min_lr_ratio']} must be at most 1")
+    check(scheduler["min_lr_ratio"] <= 1,
+          f"scheduler.min_lr_ratio={scheduler['min_lr_ratio']} must be at most 1")
     check(re.fullmatch(r"[^/\\\0]+", run["name"]) and run["name"] not in (".", ".."),
           f"run.name={run['name']} is no folder name")
 
@@ -229,9 +244,11 @@ def derive(config: dict) -> dict:
     check(model["d_model"] % model["n_head"] == 0,
           f"model.d_model={model['d_model']} is not divisible by model.n_head={model['n_head']}")
     check(model["n_head"] % model["n_kv_head"] == 0,
-          f"model.n_head={model['n_head']} is not divisible by model.n_kv_head={model['n_kv_head']}")
+          f"model.n_head={model['n_head']} is not divisible by "
+          f"model.n_kv_head={model['n_kv_head']}")
     head_dim = model["d_model"] // model["n_head"]
-    check(head_dim % 2 == 0, f"the head size model.d_model / model.n_head = {head_dim} is odd: rotary positions need pairs")
+    check(head_dim % 2 == 0, f"the head size model.d_model / model.n_head = {head_dim} is odd: "
+                             f"rotary positions need pairs")
 
     check(data["target_batch_size"] % data["micro_batch_size"] == 0,
           f"data.target_batch_size={data['target_batch_size']} is not a multiple of "

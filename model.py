@@ -1,13 +1,14 @@
 """
-The reference transformer and the model registry. Needs torch and nothing else; copy this file anywhere.
+The reference transformer and the model registry.
+Needs torch and nothing else; copy this file anywhere.
 
     model = build_model({"name": "reference_transformer", "vocab_size": 256, "n_layer": 6})
-    model(input_ids)["logits"]                  # (B, T, V)
-    model(input_ids, labels=labels)["loss"]     # scalar; labels are already shifted, -100 is ignored
+    model(input_ids)["logits"]                # (B, T, V)
+    model(input_ids, labels=labels)["loss"]   # scalar; labels are already shifted, -100 is ignored
 
-Decoder only: pre-RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases, tied embeddings by default.
-Tensor names, layouts and the rotation are those of the Llama family: a state dict of ours loads in
-transformers, vLLM or llama.cpp, and theirs loads here.
+Decoder only: pre-RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases, tied embeddings by
+default. Tensor names, layouts and the rotation are those of the Llama family: a state dict of ours
+loads in transformers, vLLM or llama.cpp, and theirs loads here.
 """
 import importlib
 import math
@@ -17,8 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-DEFAULTS = dict(vocab_size=256, block_size=256, n_layer=6, n_head=6, n_kv_head=0, d_model=384, d_ff=0, dropout=0.0,
-                tie_weights=True, rope_base=10000.0, norm_eps=1e-5)
+DEFAULTS = dict(vocab_size=256, block_size=256, n_layer=6, n_head=6, n_kv_head=0, d_model=384,
+                d_ff=0, dropout=0.0, tie_weights=True, rope_base=10000.0, norm_eps=1e-5)
 
 # ---- the loss, without the logits
 
@@ -30,9 +31,10 @@ def wide(x) -> torch.dtype:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of the logits `hidden @ weight.T`, a few rows at a time.
 
-    hidden (N, D), weight (V, D), labels (N,) -> scalar; labels of -100 do not count, and with none left it is 0.
-    The gradients are made while a chunk's logits exist, so nothing of size (N, V) is ever held. They wait unscaled
-    for backward, so the loss scale of fp16 arrives in time and a probability over N cannot underflow.
+    hidden (N, D), weight (V, D), labels (N,) -> scalar; labels of -100 do not count, and with none
+    left it is 0. The gradients are made while a chunk's logits exist, so nothing of size (N, V) is
+    ever held. They wait unscaled for backward, so the loss scale of fp16 arrives in time and a
+    probability over N cannot underflow.
     """
     CHUNK = 1 << 23  # logits held at once: 32 MiB in fp32, whatever the vocabulary
 
@@ -48,8 +50,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             keep, target = y != -100, y.clamp(min=0)
             logits = (h @ w.t()).to(loss.dtype)                                   # (rows, V)
             loss -= (torch.log_softmax(logits, -1).gather(1, target) * keep).sum()
-            if needs_grad:  # d loss / d logits = softmax - onehot. keep: torch.exp is not the same bits in each process
-                grad_logits = torch.softmax(logits, -1).scatter_add_(1, target, -torch.ones_like(target, dtype=loss.dtype))
+            if needs_grad:  # d loss / d logits = softmax - onehot
+                # keep: torch.exp is not the same bits in each process
+                grad_logits = torch.softmax(logits, -1).scatter_add_(
+                    1, target, -torch.ones_like(target, dtype=loss.dtype))
                 grad_logits = grad_logits.mul_(keep).to(h.dtype)
                 torch.mm(grad_logits, w, out=grad_hidden[start:start + rows])
                 if w is weight:
@@ -65,11 +69,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         grad_hidden, grad_weight, count = ctx.saved_tensors
         scale = grad / count
-        return grad_hidden * scale.to(grad_hidden.dtype), (grad_weight * scale).to(ctx.weight_dtype), None, None
+        return (grad_hidden * scale.to(grad_hidden.dtype),
+                (grad_weight * scale).to(ctx.weight_dtype), None, None)
 
 # ---- kernels
-# On a GPU, and under torch.compile, plain torch is best. An eager CPU runs the same operations as many passes over
-# memory; written out by hand they are two to three times faster, which is a quarter of a training step.
+# On a GPU, and under torch.compile, plain torch is best. An eager CPU runs the same operations as
+# many passes over memory; written out by hand they are two to three times faster, which is a
+# quarter of a training step.
 
 
 def plain(x) -> bool:
@@ -81,7 +87,8 @@ class CPUNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x)).square_() / x.shape[-1]
+        mean_square = torch.linalg.vector_norm(
+            x, dim=-1, keepdim=True, dtype=wide(x)).square_() / x.shape[-1]
         r = (mean_square + eps).rsqrt_().to(x.dtype)
         ctx.save_for_backward(x, weight, r)
         return (x * r).mul_(weight)
@@ -115,7 +122,8 @@ class CPURotate(torch.autograd.Function):
 class CPUAttention(torch.autograd.Function):
     """Causal attention over (B * H, T, D) as plain matrix products, ROWS queries at a time.
 
-    It never looks right of the block's diagonal and keeps the probabilities, T*T/2 a head, for backward.
+    It never looks right of the block's diagonal and keeps the probabilities,
+    T*T/2 a head, for backward.
     """
     ROWS, LONGEST = 64, 1024  # past LONGEST the probabilities cost more memory than they save time
 
@@ -149,11 +157,13 @@ class CPUAttention(torch.autograd.Function):
 
 
 def scaled_bmm(a, b, scale):
-    return torch.baddbmm(a.new_empty(1), a, b, beta=0, alpha=scale)  # beta 0: the first argument is not read
+    # beta 0: the first argument is not read
+    return torch.baddbmm(a.new_empty(1), a, b, beta=0, alpha=scale)
 
 
 def apply_rope(x, cos, sin):
-    """Rotate (B, H, T, D) by angles given as (T, D / 2): pairs are (i, i + D / 2), as in the Llama family."""
+    """Rotate (B, H, T, D) by angles given as (T, D / 2):
+    pairs are (i, i + D / 2), as in the Llama family."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if not plain(x):
         return CPURotate.apply(x, cos, sin)
@@ -162,7 +172,8 @@ def apply_rope(x, cos, sin):
 
 
 def attend(q, k, v, mask):
-    """q (B, H, T, D), k and v (B, H_kv, T, D), mask None (causal) or boolean (B, 1, T, T) -> (B, H, T, D)."""
+    """q (B, H, T, D), k and v (B, H_kv, T, D),
+    mask None (causal) or boolean (B, 1, T, T) -> (B, H, T, D)."""
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
@@ -181,7 +192,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         weight = self.weight.to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, self.eps) if plain(x) else CPUNorm.apply(x, weight, self.eps)
+        return (F.rms_norm(x, weight.shape, weight, self.eps) if plain(x)
+                else CPUNorm.apply(x, weight, self.eps))
 
 
 class Attention(nn.Module):
@@ -237,17 +249,20 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(c["dropout"])
         self.gradient_checkpointing = False
         head_dim = c["d_model"] // c["n_head"]
-        # fp32 angles as the family has them. keep: the powers, sines and cosines in float64 and rounded, because those of
-        # fp32 are not the same bits in each process, and a resumed run would not be the run
-        inv_freq = (c["rope_base"] ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)).float()
-        angles = torch.outer(torch.arange(c["block_size"]).float(), inv_freq).double()        # (T, D / 2)
+        # fp32 angles as the family has them. keep: the powers, sines and cosines in float64 and
+        # rounded, because those of fp32 are not the same bits in each process, and a resumed run
+        # would not be the run
+        inv_freq = (c["rope_base"]
+                    ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)).float()
+        angles = torch.outer(torch.arange(c["block_size"]).float(), inv_freq).double()  # (T, D / 2)
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, input_ids, mask):
         T, device = input_ids.shape[1], input_ids.device.type
         x = self.dropout(self.embed_tokens(input_ids))
-        if torch.is_autocast_enabled(device):  # keep: the residual stream in half precision, or every add is cast
+        if torch.is_autocast_enabled(device):
+            # keep: the residual stream in half precision, or every add is cast
             x = x.to(torch.get_autocast_dtype(device))
         cos, sin = self.cos[:T], self.sin[:T]
         for layer in self.layers:
@@ -263,11 +278,12 @@ class ReferenceTransformer(nn.Module):
 
     n_kv_head 0 means n_head, d_ff 0 means 8/3 d_model rounded up to a multiple of 64.
 
-    tensor                               init
-    embed_tokens, lm_head                normal, std 0.02, less above d_model 384: the first loss is near ln V
-    q_proj k_proj v_proj gate_proj up_proj   normal, std 0.02
-    o_proj, down_proj                    normal, std 0.02 / sqrt(2 n_layer): the residual stream keeps its size
-    norms                                1
+    tensor                 init
+    embed_tokens, lm_head  normal, std 0.02, less above d_model 384: the first loss is near ln V
+    q_proj k_proj v_proj
+    gate_proj up_proj      normal, std 0.02
+    o_proj, down_proj      normal, std 0.02 / sqrt(2 n_layer): the residual stream keeps its size
+    norms                  1
     """
 
     def __init__(self, config: dict):
@@ -275,16 +291,19 @@ class ReferenceTransformer(nn.Module):
         c = {**DEFAULTS, **config}
         c["n_kv_head"] = c["n_kv_head"] or c["n_head"]
         c["d_ff"] = c["d_ff"] or 64 * math.ceil(c["d_model"] * 8 / 3 / 64)
-        if c["d_model"] % c["n_head"] or c["n_head"] % c["n_kv_head"] or c["d_model"] // c["n_head"] % 2:
-            raise ValueError(f"d_model {c['d_model']} must be n_head {c['n_head']} heads of an even size, and n_head a "
-                             f"multiple of n_kv_head {c['n_kv_head']}")
+        if (c["d_model"] % c["n_head"] or c["n_head"] % c["n_kv_head"]
+                or c["d_model"] // c["n_head"] % 2):
+            raise ValueError(f"d_model {c['d_model']} must be n_head {c['n_head']} heads of an "
+                             f"even size, and n_head a multiple of n_kv_head {c['n_kv_head']}")
         self.config = c
         self.model = Decoder(c)
         self.lm_head = nn.Linear(c["d_model"], c["vocab_size"], bias=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                std = 0.02 / math.sqrt(2 * c["n_layer"]) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-                if name.endswith(("embed_tokens.weight", "lm_head.weight")):  # logits have variance d_model * std ** 2
+                std = (0.02 / math.sqrt(2 * c["n_layer"])
+                       if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02)
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                    # logits have variance d_model * std ** 2
                     std *= min(1.0, math.sqrt(384 / c["d_model"]))
                 nn.init.normal_(p, std=std)
         if c["tie_weights"]:
@@ -296,31 +315,37 @@ class ReferenceTransformer(nn.Module):
         self.model.gradient_checkpointing = enabled
 
     def forward(self, input_ids, labels=None, attention_mask=None):
-        """input_ids, labels, attention_mask (B, T) -> {"logits": (B, T, V)}, with labels {"loss": scalar}.
+        """input_ids, labels, attention_mask (B, T) -> {"logits": (B, T, V)},
+        with labels {"loss": scalar}.
 
-        labels[t] is the token after input_ids[t]; -100, and positions the mask leaves out, do not count.
-        attention_mask is 1 for tokens and 0 for padding, on either side. Raises ValueError past block_size.
+        labels[t] is the token after input_ids[t]; -100, and positions the mask leaves out, do not
+        count. attention_mask is 1 for tokens and 0 for padding, on either side. Raises ValueError
+        past block_size.
         """
         B, T = input_ids.shape
         if T > self.config["block_size"]:
-            raise ValueError(f"a sequence of {T} tokens is longer than block_size {self.config['block_size']}")
+            raise ValueError(f"a sequence of {T} tokens is longer than "
+                             f"block_size {self.config['block_size']}")
         mask = None
         if attention_mask is not None:
             keep = attention_mask.bool()
-            mask = torch.ones(T, T, dtype=torch.bool, device=keep.device).tril() & keep[:, None, None, :]
-            mask |= torch.eye(T, dtype=torch.bool, device=keep.device)  # padding sees itself: no row of -inf, no NaN
+            mask = (torch.ones(T, T, dtype=torch.bool, device=keep.device).tril()
+                    & keep[:, None, None, :])
+            # padding sees itself: no row of -inf, no NaN
+            mask |= torch.eye(T, dtype=torch.bool, device=keep.device)
             labels = labels if labels is None else labels.masked_fill(~keep, -100)
         x = self.model(input_ids, mask)
         if labels is None:
             return {"logits": self.lm_head(x)}
-        return {"loss": ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, labels.flatten(),
-                                                  torch.is_grad_enabled())}
+        return {"loss": ChunkedCrossEntropy.apply(
+            x.flatten(0, 1), self.lm_head.weight, labels.flatten(), torch.is_grad_enabled())}
 
 
 def fill_tied_head(module, state_dict, prefix, *_):
     """Files of tied models leave lm_head.weight out."""
     if prefix + "model.embed_tokens.weight" in state_dict:
-        state_dict.setdefault(prefix + "lm_head.weight", state_dict[prefix + "model.embed_tokens.weight"])
+        state_dict.setdefault(prefix + "lm_head.weight",
+                              state_dict[prefix + "model.embed_tokens.weight"])
 
 # ---- the registry
 
@@ -328,7 +353,8 @@ MODELS = {"reference_transformer": ReferenceTransformer, "gpt": ReferenceTransfo
 
 
 def register_model(name: str, factory=None):
-    """`register_model("mine", factory)`, or `@register_model("mine")` above it. factory(dict) -> nn.Module."""
+    """`register_model("mine", factory)`, or `@register_model("mine")` above it.
+    factory(dict) -> nn.Module."""
     if factory is None:
         return lambda f: register_model(name, f)
     MODELS[name] = factory
@@ -336,7 +362,8 @@ def register_model(name: str, factory=None):
 
 
 def build_model(config: dict) -> nn.Module:
-    """The model that config["name"] says: a registered name, or `package.module:factory` from the import path.
+    """The model that config["name"] says: a registered name, or
+    `package.module:factory` from the import path.
 
     Raises ValueError for a name that is not known or cannot be imported.
     """

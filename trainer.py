@@ -1,12 +1,14 @@
 """
-Data, device, precision, optimizer, checkpoints and THE LOOP. Needs torch and numpy; knows nothing of any model.
+Data, device, precision, optimizer, checkpoints and THE LOOP.
+Needs torch and numpy; knows nothing of any model.
 
     trainer = Trainer(model, config, *build_data(config))     # or your own Dataset or DataLoader
     trainer.train()
 
-A model is any nn.Module called as model(input_ids, labels, attention_mask) that returns a loss, a tuple, a dict or
-only logits. `config` is the nested dict of config.py. A coordinator, if there is one, is called between the steps: this
-is where a swarm hooks in. One process, one device: no DDP, no sharding.
+A model is any nn.Module called as model(input_ids, labels, attention_mask) that returns a loss, a
+tuple, a dict or only logits. `config` is the nested dict of config.py. A coordinator, if there is
+one, is called between the steps: this is where a swarm hooks in. One process, one device: no DDP,
+no sharding.
 """
 import contextlib
 import ctypes
@@ -37,7 +39,8 @@ WARM_STEPS = 3     # first steps of an invocation, left out of the token rate
 
 
 class TrainingError(RuntimeError):
-    """What stops a run and is not a bug: a loss that is no number, a full disk, a token out of range."""
+    """What stops a run and is not a bug:
+    a loss that is no number, a full disk, a token out of range."""
 
 # ---- data: a pure function of (seed, node id, counter)
 
@@ -50,8 +53,8 @@ def mix(*parts) -> int:
 def permute(i: int, n: int, key: int) -> int:
     """Where item i of n lands in the permutation `key`: computed, so no epoch is ever stored.
 
-    A four-round Feistel network on the next even number of bits; what falls outside n walks on until it is inside
-    (Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+    A four-round Feistel network on the next even number of bits; what falls outside n walks on
+    until it is inside (Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
     """
     bits = max(1, ((n - 1).bit_length() + 1) // 2)
     low = (1 << bits) - 1
@@ -67,7 +70,8 @@ def permute(i: int, n: int, key: int) -> int:
 
 
 class Tokens:
-    """Token files end to end as one array. Nothing is kept in memory or open: a read is a seek and a copy."""
+    """Token files end to end as one array.
+    Nothing is kept in memory or open: a read is a seek and a copy."""
 
     def __init__(self, files):
         self.files = [f for f in files if f[3]]                 # (path, dtype, byte offset, tokens)
@@ -83,7 +87,8 @@ class Tokens:
             path, dtype, offset, length = self.files[k]
             first = start - self.starts[k]
             take = min(count, length - first)
-            parts.append(np.fromfile(path, dtype, take, offset=offset + first * np.dtype(dtype).itemsize))
+            parts.append(np.fromfile(path, dtype, take,
+                                     offset=offset + first * np.dtype(dtype).itemsize))
             if len(parts[-1]) != take:
                 raise OSError(f"{path} has become shorter since the run began")
             start, count, k = start + take, count - take, k + 1
@@ -91,7 +96,8 @@ class Tokens:
 
 
 class Synthetic:
-    """Endless arithmetic sequences, 64 tokens each: start and stride are random, so only context predicts them."""
+    """Endless arithmetic sequences, 64 tokens each:
+    start and stride are random, so only context predicts them."""
 
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
@@ -103,24 +109,28 @@ class Synthetic:
         position = np.arange(start, start + count, dtype=np.uint64)
         h = (position // 64 + 1) * np.uint64(0x9E3779B97F4A7C15)
         h = (h ^ h >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
-        return ((h >> np.uint64(32)) + position % 64 * (h >> np.uint64(40) & np.uint64(7))) % self.vocab_size
+        return ((h >> np.uint64(32))
+                + position % 64 * (h >> np.uint64(40) & np.uint64(7))) % self.vocab_size
 
 
 class Windows(Dataset):
     """Item i is a window of block_size tokens and its labels: {"input_ids": (T,), "labels": (T,)}.
 
-    Training: epoch after epoch, each in an order and with an offset of its own. Validation (count given): the same
-    `count` windows spread over all tokens. Raises ValueError when there are not enough tokens for one window.
+    Training: epoch after epoch, each in an order and with an offset of its own. Validation (count
+    given): the same `count` windows spread over all tokens. Raises ValueError when there are not
+    enough tokens for one window.
     """
 
     def __init__(self, source, start: int, stop: int, config: dict, count: int = 0):
         self.source, self.start, self.tokens, self.count = source, start, stop - start, count
-        self.vocab_size, self.block_size = config["model"]["vocab_size"], config["model"]["block_size"]
+        self.vocab_size, self.block_size = (
+            config["model"]["vocab_size"], config["model"]["block_size"])
         self.key = (config["run"]["seed"], config["distributed"]["node_id"])
         self.windows = (self.tokens - 1) // self.block_size
         if self.windows < 1:
-            raise ValueError(f"data.path={config['data']['path']} is too short: {self.tokens:,} tokens for "
-                             f"{'validation' if count else 'training'}, block_size {self.block_size} needs more")
+            raise ValueError(f"data.path={config['data']['path']} is too short: "
+                             f"{self.tokens:,} tokens for {'validation' if count else 'training'}, "
+                             f"block_size {self.block_size} needs more")
 
     def __len__(self):
         return self.count or self.windows
@@ -130,18 +140,21 @@ class Windows(Dataset):
             first = i * self.windows // self.count * self.block_size
         else:
             epoch, i = divmod(i, self.windows)
-            shift = mix(*self.key, epoch, "shift") % self.block_size  # window borders move from epoch to epoch
+            # window borders move from epoch to epoch
+            shift = mix(*self.key, epoch, "shift") % self.block_size
             first = permute(i, self.windows, mix(*self.key, epoch)) * self.block_size + shift
             first %= self.tokens - self.block_size
         tokens = self.source.read(self.start + first, self.block_size + 1)
         if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise TrainingError(f"token {tokens.max()} in the data is outside model.vocab_size={self.vocab_size}")
+            raise TrainingError(f"token {tokens.max()} in the data is outside "
+                                f"model.vocab_size={self.vocab_size}")
         tokens = torch.from_numpy(tokens.astype(np.int64))
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
 def token_file(path: str) -> tuple:
-    """(path, dtype, byte offset, tokens) of one file: .npy, .bin of nanoGPT (uint16) or llm.c (with its header), else text."""
+    """(path, dtype, byte offset, tokens) of one file:
+    .npy, .bin of nanoGPT (uint16) or llm.c (with its header), else text."""
     size = os.path.getsize(path)
     if path.endswith(".npy"):
         with open(path, "rb") as f:
@@ -151,22 +164,26 @@ def token_file(path: str) -> tuple:
                                    else np.lib.format.read_array_header_2_0)(f)
             except ValueError as e:
                 raise ValueError(f"{path} is no .npy file: {e}") from None
-            if len(shape) != 1 or dtype.kind not in "iu" or f.tell() + shape[0] * dtype.itemsize > size:
+            if (len(shape) != 1 or dtype.kind not in "iu"
+                    or f.tell() + shape[0] * dtype.itemsize > size):
                 raise ValueError(f"{path} must hold one whole row of integers, not {dtype} {shape}")
             return path, dtype.str, f.tell(), shape[0]
     if not path.endswith(".bin"):
         return path, "u1", 0, size
     with open(path, "rb") as f:
         header = np.frombuffer(f.read(12), "<i4") if size >= 1024 else np.zeros(3)
-    dtype, offset = {20240520: ("<u2", 1024), 20240801: ("<u4", 1024)}.get(int(header[0]), ("<u2", 0))
+    dtype, offset = {20240520: ("<u2", 1024), 20240801: ("<u4", 1024)}.get(
+        int(header[0]), ("<u2", 0))
     count, rest = divmod(size - offset, int(dtype[2]))
     if rest or offset and count != header[2]:
-        raise ValueError(f"{path} has {size} bytes, which is no whole number of tokens: cut off, or not a token file")
+        raise ValueError(f"{path} has {size} bytes, which is no whole number of tokens: "
+                         f"cut off, or not a token file")
     return path, dtype, offset, count
 
 
 def find_files(path: str) -> list[str]:
-    """The files that data.path names, in an order that does not depend on the machine. Raises FileNotFoundError."""
+    """The files that data.path names, in an order that does not depend on the machine.
+    Raises FileNotFoundError."""
     if path == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -174,21 +191,28 @@ def find_files(path: str) -> list[str]:
         # shuffled by name: the last tenth, which is held out, is then like the rest
         return sorted(found, key=lambda f: mix(Path(f).relative_to(root).as_posix()))
     if path.startswith("hf://"):
-        from huggingface_hub import HfFileSystem, hf_hub_download  # only here: training needs no network
+        # only here: training needs no network
+        from huggingface_hub import HfFileSystem, hf_hub_download
         fs = HfFileSystem()
-        found = [fs.resolve_path(f) for f in sorted(fs.find(path) if fs.isdir(path) else fs.glob(path))]
-        found = [hf_hub_download(f.repo_id, f.path_in_repo, repo_type=f.repo_type, revision=f.revision) for f in found]
+        found = [fs.resolve_path(f)
+                 for f in sorted(fs.find(path) if fs.isdir(path) else fs.glob(path))]
+        found = [hf_hub_download(f.repo_id, f.path_in_repo,
+                                 repo_type=f.repo_type, revision=f.revision) for f in found]
     elif os.path.isdir(path):
-        found = sorted(str(f) for f in Path(path).rglob("*") if f.is_file() and not f.name.startswith("."))
+        found = sorted(str(f) for f in Path(path).rglob("*")
+                       if f.is_file() and not f.name.startswith("."))
     else:
-        found = [path] if os.path.isfile(path) else sorted(f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
+        found = [path] if os.path.isfile(path) else sorted(
+            f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
     if not found:
-        raise FileNotFoundError(f"data.path={path}: nothing there; give a file, a folder, a glob, stdlib or synthetic")
+        raise FileNotFoundError(f"data.path={path}: nothing there; "
+                                f"give a file, a folder, a glob, stdlib or synthetic")
     return found
 
 
 def open_tokens(path: str, vocab_size: int):
-    """The token array behind data.path. Raises OSError or ValueError, in one line, for what cannot be used."""
+    """The token array behind data.path.
+    Raises OSError or ValueError, in one line, for what cannot be used."""
     if path == "synthetic":
         return Synthetic(vocab_size)
     tokens = Tokens([token_file(f) for f in find_files(path)])
@@ -222,12 +246,14 @@ class Shuffled(Dataset):
 
 
 def worker_init(_):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is for the training process, which ends its workers
+    # Ctrl-C is for the training process, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def batches(data, config: dict, position: int, device: torch.device):
-    """Yield microbatches for ever, from sample `position` on. `data`: a Dataset, or a DataLoader of the user's."""
+    """Yield microbatches for ever, from sample `position` on.
+    `data`: a Dataset, or a DataLoader of the user's."""
     if not isinstance(data, Dataset):  # somebody else's loader: replay it up to the position
         skip = position // config["data"]["micro_batch_size"]
         while True:
@@ -243,25 +269,31 @@ def batches(data, config: dict, position: int, device: torch.device):
         data = Shuffled(data, config)
     c = config["data"]
     pin = device.type == "cuda" if c["pin_memory"] == "auto" else c["pin_memory"] == "true"
-    workers = dict(prefetch_factor=c["prefetch_factor"], persistent_workers=True, worker_init_fn=worker_init)
-    yield from DataLoader(data, batch_size=c["micro_batch_size"], sampler=itertools.count(position), pin_memory=pin,
-                          num_workers=c["num_workers"], **(workers if c["num_workers"] else {}),
-                          generator=torch.Generator())  # keep: its own, or each start would move the dropout masks
+    workers = dict(prefetch_factor=c["prefetch_factor"], persistent_workers=True,
+                   worker_init_fn=worker_init)
+    yield from DataLoader(
+        data, batch_size=c["micro_batch_size"], sampler=itertools.count(position), pin_memory=pin,
+        num_workers=c["num_workers"], **(workers if c["num_workers"] else {}),
+        generator=torch.Generator())  # keep: its own, or each start would move the dropout masks
 
 # ---- device, precision, optimizer, learning rate
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that run.device names; auto is cuda, mps, cpu in that order. Raises ValueError if it is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    """The device that run.device names; auto is cuda, mps, cpu in that order.
+    Raises ValueError if it is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+             "cpu": True}
     if name == "auto":
         return torch.device(next(kind for kind in there if there[kind]))
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"run.device={name} is not one of auto, {', '.join(there)}") from None
-    if not there.get(device.type) or device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"run.device={name} is not there; this machine has {', '.join(k for k in there if there[k])}")
+    if (not there.get(device.type)
+            or device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"run.device={name} is not there; "
+                         f"this machine has {', '.join(k for k in there if there[k])}")
     return device
 
 
@@ -273,43 +305,53 @@ def cpu_has_fast_bf16() -> bool:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported() or "AMD" in cpu.get("cpu_name", "")
+    return (torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_supported()
+            or "AMD" in cpu.get("cpu_name", ""))
 
 
 def pick_precision(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     """(dtype of autocast, why) for run.precision. What the hardware lacks becomes fp32."""
     cuda = device.type == "cuda"
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if cuda else device.type == "cpu" and cpu_has_fast_bf16()
+    bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda
+            else device.type == "cpu" and cpu_has_fast_bf16())
     if wanted == "auto":
         if not cuda:
             return torch.float32, f"auto on {device.type}"
-        return (torch.bfloat16, "auto, native here") if bf16 else (torch.float16, "auto, no native bf16 here")
+        return ((torch.bfloat16, "auto, native here") if bf16
+                else (torch.float16, "auto, no native bf16 here"))
     if wanted == "bf16" and not bf16 or wanted == "fp16" and not cuda:
         return torch.float32, f"{wanted} was asked for, but this {device.type} has no fast {wanted}"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted], "as asked for"
+    return ({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted],
+            "as asked for")
 
 
-def build_optimizers(model: nn.Module, c: dict, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, or Muon for the hidden matrices and AdamW for the rest. Weight decay on 2 dimensions or more.
+def build_optimizers(
+        model: nn.Module, c: dict, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW, or Muon for the hidden matrices and AdamW for the rest.
 
-    Hidden matrices are those of neither an embedding nor the last nn.Linear, which is the output. Every trainable
-    parameter is in exactly one group.
+    Weight decay on 2 dimensions or more.
+
+    Hidden matrices are those of neither an embedding nor the last nn.Linear, which is the output.
+    Every trainable parameter is in exactly one group.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     hidden = set()
     if c["name"] == "muon":
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        outside = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] + [m.weight for m in linears[-1:]]
+        outside = ([m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+                   + [m.weight for m in linears[-1:]])
         hidden = {id(p) for p in params if p.dim() == 2} - {id(p) for p in outside}
     groups = [[p for p in params if id(p) in hidden],
               [p for p in params if id(p) not in hidden and p.dim() >= 2],
               [p for p in params if id(p) not in hidden and p.dim() < 2]]
-    assert sorted(id(p) for g in groups for p in g) == sorted(id(p) for p in params), "a parameter is in no group, or two"
+    assert sorted(id(p) for g in groups for p in g) == sorted(id(p) for p in params), \
+        "a parameter is in no group, or two"
     optimizers = []
     if groups[0]:  # match_rms_adamw: updates the size of AdamW's, so one learning rate serves both
         optimizers.append(torch.optim.Muon(groups[0], lr=c["lr"], weight_decay=c["weight_decay"],
                                            adjust_lr_fn="match_rms_adamw"))
-    decays = [dict(params=g, weight_decay=wd) for g, wd in zip(groups[1:], (c["weight_decay"], 0.0)) if g]
+    decays = [dict(params=g, weight_decay=wd)
+              for g, wd in zip(groups[1:], (c["weight_decay"], 0.0)) if g]
     if decays:
         options = dict(lr=c["lr"], betas=c["betas"], eps=c["eps"])
         try:
@@ -332,7 +374,8 @@ def lr_factor(step: int, c: dict) -> float:
 
 
 def keep_freed_memory():
-    """Have glibc keep freed blocks for the next step: giving them back and faulting them in again is 5 % of a step."""
+    """Have glibc keep freed blocks for the next step:
+    giving them back and faulting them in again is 5 % of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt:
         mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: blocks up to 32 MiB from the heap
@@ -342,7 +385,8 @@ def keep_freed_memory():
 
 
 def as_batch(batch) -> dict:
-    """A batch of tensors as {"input_ids", "labels", maybe "attention_mask", ...}, from a dict, a tuple or a tensor.
+    """A batch of tensors as {"input_ids", "labels", maybe "attention_mask", ...},
+    from a dict, a tuple or a tensor.
 
     Missing labels are the next tokens; padding and the last position do not count.
     """
@@ -361,12 +405,15 @@ def as_batch(batch) -> dict:
 
 
 def call_arguments(model: nn.Module, batch: dict) -> tuple[list, dict]:
-    """How to call `model`: labels and extras by name where forward has the name, labels as second argument otherwise."""
+    """How to call `model`: labels and extras by name where forward has the name,
+    labels as second argument otherwise."""
     parameters = inspect.signature(model.forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p.name for p in parameters.values()
+                  if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = {k: v for k, v in batch.items() if k != "input_ids" and (anything or k in parameters)}
-    takes_labels = "labels" in named or len(positional) < 2 or positional[1] in batch or "mask" in positional[1]
+    takes_labels = ("labels" in named or len(positional) < 2 or positional[1] in batch
+                    or "mask" in positional[1])
     return [batch["input_ids"]] + ([] if takes_labels else [batch["labels"]]), named
 
 
@@ -374,26 +421,32 @@ def loss_of(output, labels) -> torch.Tensor:
     """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss."""
     if hasattr(output, "keys"):
         output = (output["loss"],) if output.get("loss") is not None else (output["logits"],)
-    tensors = [o for o in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(o, torch.Tensor)]
+    tensors = [o for o in (output if isinstance(output, (tuple, list)) else (output,))
+               if isinstance(o, torch.Tensor)]
     for tensor in tensors:
         if tensor.dim() == 0:
             return tensor
     logits = tensors[0].float()
-    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(),
+                            ignore_index=IGNORE, reduction="sum")
     return total / (labels != IGNORE).sum().clamp(min=1)
 
 
 @torch.no_grad()
-def generate(model: nn.Module, ids: list[int], count: int, block_size: int, seed: int, temperature=0.8) -> list[int]:
-    """`count` tokens after `ids`, sampled by any model that returns logits; each forward sees the last block_size."""
+def generate(model: nn.Module, ids: list[int], count: int, block_size: int, seed: int,
+             temperature=0.8) -> list[int]:
+    """`count` tokens after `ids`, sampled by any model that returns logits;
+    each forward sees the last block_size."""
     device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)  # its own: a sample must not move the training run
+    # its own: a sample must not move the training run
+    generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()
     ids = list(ids)
     for _ in range(count):
         output = model(torch.tensor([ids[-block_size:]], device=device))
-        logits = output["logits"] if hasattr(output, "keys") else output[0] if isinstance(output, tuple) else output
+        logits = (output["logits"] if hasattr(output, "keys")
+                  else output[0] if isinstance(output, tuple) else output)
         probs = torch.softmax(logits[0, -1].float().cpu() / temperature, dim=-1)
         ids.append(int(torch.multinomial(probs, 1, generator=generator)))
     model.train(was_training)
@@ -403,7 +456,8 @@ def generate(model: nn.Module, ids: list[int], count: int, block_size: int, seed
 
 
 def write_atomically(path: Path, write) -> None:
-    """Call write(file), and let `path` be the whole result or what it was before. Raises TrainingError on a full disk."""
+    """Call write(file), and let `path` be the whole result or what it was before.
+    Raises TrainingError on a full disk."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as f:
@@ -422,7 +476,8 @@ def write_atomically(path: Path, write) -> None:
 
 
 def read_checkpoint(path: Path, device="cpu") -> dict:
-    """A checkpoint whose every byte was checked against its CRC. Raises ValueError if it is damaged."""
+    """A checkpoint whose every byte was checked against its CRC.
+    Raises ValueError if it is damaged."""
     try:
         with zipfile.ZipFile(path) as z:
             if bad := z.testzip():
@@ -434,7 +489,8 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
 
 def random_state() -> dict:
     _, keys, position, has_gauss, cached = np.random.get_state()
-    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    return {"torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
             "numpy": (keys.tolist(), position, has_gauss, cached), "python": random.getstate()}
 
@@ -456,10 +512,11 @@ def set_random_state(state: dict) -> None:
 class Trainer:
     """Trains `model` on `train_data` until config.run.max_steps.
 
-    train_data, val_data: a Dataset of dicts or tuples (put in order, resumed and split between nodes here) or a
-    DataLoader of yours. hooks: callables given (event, payload) for each line of metrics.jsonl. coordinator: an object
-    with start(trainer), after_step(trainer), finish(trainer), state_dict() and load_state_dict(state), called before
-    the first step, after each optimizer step, at the end, and with each checkpoint; it may change weights and `step`.
+    train_data, val_data: a Dataset of dicts or tuples (put in order, resumed and split between
+    nodes here) or a DataLoader of yours. hooks: callables given (event, payload) for each line of
+    metrics.jsonl. coordinator: an object with start(trainer), after_step(trainer), finish(trainer),
+    state_dict() and load_state_dict(state), called before the first step, after each optimizer
+    step, at the end, and with each checkpoint; it may change weights and `step`.
 
     Raises ValueError or OSError at once for what cannot be trained or resumed, TrainingError later.
     """
@@ -478,15 +535,18 @@ class Trainer:
         self.model = model.to(self.device)
         if run["gradient_checkpointing"]:
             if not hasattr(model, "set_gradient_checkpointing"):
-                raise ValueError("run.gradient_checkpointing=True: this model has no set_gradient_checkpointing(enabled)")
+                raise ValueError("run.gradient_checkpointing=True: "
+                                 "this model has no set_gradient_checkpointing(enabled)")
             model.set_gradient_checkpointing(True)
         self.optimizers = build_optimizers(model, config["optimizer"], self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.forward = torch.compile(model) if run["compile"] else model
 
-        self.step = self.position = self.tokens = 0      # absolute step; samples and tokens consumed so far
+        # absolute step; samples and tokens consumed so far
+        self.step = self.position = self.tokens = 0
         self.best = {"step": None, "val_loss": math.inf}
-        self.not_finite = torch.zeros((), dtype=torch.bool, device=self.device)  # has a loss or gradient been no number?
+        # has a loss or gradient been no number?
+        self.not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.stop_signal = None
         self.folder = Path(run["output_dir"], run["name"], config["distributed"]["node_id"])
         try:
@@ -499,16 +559,20 @@ class Trainer:
         if run["resume"]:
             self.resume()
         elif self.checkpoints():
-            raise ValueError(f"{self.folder} already holds a run: add --resume to go on, or --name=ANOTHER")
+            raise ValueError(f"{self.folder} already holds a run: "
+                             f"add --resume to go on, or --name=ANOTHER")
         else:
             (self.folder / "metrics.jsonl").write_text("")
         self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
 
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         batch = config["data"]["target_batch_size"]
-        print(f"device   {self.device} | {str(self.dtype)[6:]} ({why}) | {torch.get_num_threads()} CPU threads")
-        print(f"model    {config['model']['name']} | {trained:,} parameters | {batch} x {config['model']['block_size']} = "
-              f"{batch * config['model']['block_size']:,} tokens per step | to step {run['max_steps']:,}")
+        print(f"device   {self.device} | {str(self.dtype)[6:]} ({why}) | "
+              f"{torch.get_num_threads()} CPU threads")
+        print(f"model    {config['model']['name']} | {trained:,} parameters | "
+              f"{batch} x {config['model']['block_size']} = "
+              f"{batch * config['model']['block_size']:,} tokens per step | "
+              f"to step {run['max_steps']:,}")
         if run["expected_loss"]:
             print(f"expect   a validation loss near {run['expected_loss']:.2f}")
         print(f"folder   {self.folder}", flush=True)
@@ -531,12 +595,15 @@ class Trainer:
         return sorted(self.folder.glob("step_*.pt"), reverse=True)
 
     def save(self):
-        """Write step_<step>.pt, point latest.json at it, and delete what checkpoint.keep_last does not keep."""
+        """Write step_<step>.pt, point latest.json at it,
+        and delete what checkpoint.keep_last does not keep."""
         self.refuse_not_finite()
         path = self.folder / f"step_{self.step:012d}.pt"
         state = {
-            "model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers],
-            "scaler": self.scaler.state_dict(), "step": self.step, "position": self.position, "tokens": self.tokens,
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "step": self.step, "position": self.position, "tokens": self.tokens,
             "best": self.best, "random": random_state(), "config": self.config,
             "coordinator": self.coordinator.state_dict() if self.coordinator else None,
         }
@@ -557,22 +624,25 @@ class Trainer:
             except ValueError as e:
                 print(f"notice   {e}; trying the one before", flush=True)
         if state is None:
-            raise FileNotFoundError(f"--resume: no usable checkpoint in {self.folder}; start without --resume")
+            raise FileNotFoundError(f"--resume: no usable checkpoint in {self.folder}; "
+                                    f"start without --resume")
         ours = {k: tuple(v.shape) for k, v in self.model.state_dict().items()}
         theirs = {k: tuple(v.shape) for k, v in state["model"].items()}
         if ours != theirs:
             k = next(k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k))
-            raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} there, "
-                             f"{ours.get(k, 'missing')} here")
+            raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} "
+                             f"there, {ours.get(k, 'missing')} here")
         self.model.load_state_dict(state["model"])
         if len(state["optimizers"]) != len(self.optimizers):
             raise ValueError(f"{path} was written with another optimizer.name")
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             for group, now in zip(saved["param_groups"], optimizer.param_groups):
-                group.update({k: v for k, v in now.items() if k != "params"})  # the settings of today, the state of then
+                # the settings of today, the state of then
+                group.update({k: v for k, v in now.items() if k != "params"})
             optimizer.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
-        self.step, self.position, self.tokens, self.best = (state[k] for k in ("step", "position", "tokens", "best"))
+        self.step, self.position, self.tokens, self.best = (
+            state[k] for k in ("step", "position", "tokens", "best"))
         set_random_state(state["random"])
         if self.coordinator:
             self.coordinator.load_state_dict(state["coordinator"])
@@ -580,18 +650,22 @@ class Trainer:
             for key, value in values.items():
                 before = state["config"].get(section, {}).get(key, value)
                 if before != value and key != "resume":
-                    print(f"notice   {section}.{key} was {before} in the checkpoint and is {value} now")
+                    print(f"notice   {section}.{key} was {before} in the checkpoint "
+                          f"and is {value} now")
         self.forget_after(self.step)
         print(f"resume   from {path} at step {self.step:,}", flush=True)
 
     def forget_after(self, step: int):
-        """Drop the lines of metrics.jsonl that steps to come will write again, and a line cut off by a kill."""
+        """Drop the lines of metrics.jsonl that steps to come will write again,
+        and a line cut off by a kill."""
         path, kept = self.folder / "metrics.jsonl", []
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        for line in (path.read_text(encoding="utf-8").splitlines(keepends=True)
+                     if path.exists() else []):
             with contextlib.suppress(ValueError):
                 if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
                     kept.append(line)
-        kept.append(json.dumps({"event": "resume", "step": step, "path": f"step_{step:012d}.pt"}) + "\n")
+        kept.append(json.dumps({"event": "resume", "step": step,
+                                "path": f"step_{step:012d}.pt"}) + "\n")
         write_atomically(path, lambda f: f.write("".join(kept).encode()))
 
     # the work
@@ -606,7 +680,8 @@ class Trainer:
             return loss_of(model(*arguments, **named), batch["labels"])
 
     def forward_backward(self, microbatches) -> torch.Tensor:
-        """Accumulate the gradients of the mean loss of the microbatches, which is returned, still on the device."""
+        """Accumulate the gradients of the mean loss of the microbatches,
+        which is returned, still on the device."""
         total = torch.zeros((), device=self.device)
         try:
             for batch in microbatches:
@@ -616,7 +691,8 @@ class Trainer:
         except Exception as e:
             if self.forward is self.model:
                 raise
-            print(f"notice   torch.compile failed, going on without it: {type(e).__name__}: {str(e).splitlines()[0]}")
+            print(f"notice   torch.compile failed, going on without it: "
+                  f"{type(e).__name__}: {str(e).splitlines()[0]}")
             self.forward = self.model
             self.zero_grad()
             return self.forward_backward(microbatches)
@@ -628,11 +704,13 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the same run.eval_batches microbatches of val_data each time, without dropout."""
+        """Mean loss over the same run.eval_batches microbatches of val_data each time,
+        without dropout."""
         self.model.eval()
         loader = self.val_data
         if isinstance(loader, Dataset):
-            loader = DataLoader(loader, batch_size=self.config["data"]["micro_batch_size"], generator=torch.Generator())
+            loader = DataLoader(loader, batch_size=self.config["data"]["micro_batch_size"],
+                                generator=torch.Generator())
         losses = [self.loss(self.model, as_batch(b)).item()
                   for b in itertools.islice(loader, self.config["run"]["eval_batches"])]
         self.model.train()
@@ -641,7 +719,8 @@ class Trainer:
         return sum(losses) / len(losses)
 
     def progress(self) -> str:
-        return f"{self.step:>{len(str(self.config['run']['max_steps']))}}/{self.config['run']['max_steps']}"
+        return (f"{self.step:>{len(str(self.config['run']['max_steps']))}}/"
+                f"{self.config['run']['max_steps']}")
 
     def eval_and_keep_best(self):
         self.refuse_not_finite()
@@ -652,22 +731,26 @@ class Trainer:
             self.best = {"step": self.step, "val_loss": val_loss}
             state = {"model": self.model.state_dict(), "config": self.config, **self.best}
             write_atomically(self.folder / "best.pt", lambda f: torch.save(state, f))
-        self.emit("eval", f"{self.progress()} | val {val_loss:.4f} | best {self.best['val_loss']:.4f} @ {self.best['step']}",
+        self.emit("eval", f"{self.progress()} | val {val_loss:.4f} | "
+                          f"best {self.best['val_loss']:.4f} @ {self.best['step']}",
                   step=self.step, val_loss=val_loss)
 
     def refuse_not_finite(self):
         if self.not_finite.item():
             newest = next((str(p) for p in self.checkpoints()), "none yet")
-            raise TrainingError(f"the loss or a gradient is not finite near step {self.step + 1}: lower optimizer.lr, or "
-                                f"look at the data; the last good checkpoint is {newest}")
+            raise TrainingError(f"the loss or a gradient is not finite near step {self.step + 1}: "
+                                f"lower optimizer.lr, or look at the data; "
+                                f"the last good checkpoint is {newest}")
 
     def next_microbatches(self, data) -> list[dict]:
         try:
             return [as_batch(next(data)) for _ in range(self.config["data"]["accumulation"])]
-        except (TrainingError, OSError) as e:  # out of a DataLoader process it comes with its traceback as text
+        except (TrainingError, OSError) as e:
+            # out of a DataLoader process it comes with its traceback as text
             if self.step:
                 self.save()
-            raise TrainingError(re.sub(r"^\w[\w.]*Error: ", "", str(e).strip().splitlines()[-1])) from e
+            raise TrainingError(
+                re.sub(r"^\w[\w.]*Error: ", "", str(e).strip().splitlines()[-1])) from e
 
     def train(self):
         """Run to max_steps, or to a signal, and evaluate and save there. Raises TrainingError."""
@@ -679,7 +762,8 @@ class Trainer:
                 signal.signal(number, handler)
 
     def catch_signals(self) -> dict:
-        """The first Ctrl-C or SIGTERM ends the run after the step under way, the second one ends it at once."""
+        """The first Ctrl-C or SIGTERM ends the run after the step under way,
+        the second one ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             return {}
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -697,7 +781,7 @@ class Trainer:
         run, c, coordinator = self.config["run"], self.config, self.coordinator
         data = batches(self.train_data, c, self.position, self.device)
         params = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        first, paused = self.step, 0.0              # paused: time in eval and save, which is not training
+        first, paused = self.step, 0.0      # paused: time in eval and save, which is not training
         began = window = time.perf_counter()
         window_steps = window_tokens = 0
         self.model.train()
@@ -714,7 +798,8 @@ class Trainer:
                 self.scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(params, c["optimizer"]["grad_clip"] or math.inf)
             self.not_finite |= ~torch.isfinite(loss if self.scaler.is_enabled() else loss + norm)
-            if self.device.type == "cpu":           # elsewhere it would be a sync: checked before log, eval and save
+            # elsewhere it would be a sync: checked before log, eval and save
+            if self.device.type == "cpu":
                 self.refuse_not_finite()
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
@@ -722,22 +807,24 @@ class Trainer:
             self.zero_grad()
             self.step += 1
             self.position += c["data"]["target_batch_size"]
-            tokens = sum(int(b["attention_mask"].sum()) if "attention_mask" in b else b["input_ids"].numel()
-                         for b in microbatches)
+            tokens = sum(int(b["attention_mask"].sum()) if "attention_mask" in b
+                         else b["input_ids"].numel() for b in microbatches)
             self.tokens += tokens
             if coordinator:
                 coordinator.after_step(self)
 
             window_steps, window_tokens = window_steps + 1, window_tokens + tokens
             if self.step % c["logging"]["every_steps"] == 0 or self.step == run["max_steps"]:
-                self.refuse_not_finite()            # waits for the device: the clock below is right
+                self.refuse_not_finite()    # waits for the device: the clock below is right
                 now = time.perf_counter() - paused
-                spent, elapsed, rate = (now - window) / window_steps, now - began, window_tokens / (now - window)
+                spent, elapsed, rate = (
+                    (now - window) / window_steps, now - began, window_tokens / (now - window))
                 eta = (run["max_steps"] - self.step) * spent
-                self.emit("step", f"{self.progress()} | loss {loss.item():.4f} | lr {lr:.2e} | norm {norm.item():.2f} | "
-                                  f"{spent * 1e3:,.0f} ms | {rate:,.0f} tok/s | eta {duration(eta)}",
-                          step=self.step, loss=loss.item(), lr=lr, grad_norm=norm.item(), tokens=self.tokens,
-                          tokens_per_s=rate, seconds=elapsed)
+                self.emit("step", f"{self.progress()} | loss {loss.item():.4f} | lr {lr:.2e} | "
+                                  f"norm {norm.item():.2f} | {spent * 1e3:,.0f} ms | "
+                                  f"{rate:,.0f} tok/s | eta {duration(eta)}",
+                          step=self.step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
+                          tokens=self.tokens, tokens_per_s=rate, seconds=elapsed)
                 window, window_steps, window_tokens = now, 0, 0
             elif self.step - first == WARM_STEPS:
                 if self.device.type == "cuda":
@@ -746,9 +833,11 @@ class Trainer:
 
             if self.step < run["max_steps"]:
                 pause = time.perf_counter()
-                if run["eval_every"] and self.step % run["eval_every"] == 0 and self.val_data is not None:
+                if (run["eval_every"] and self.step % run["eval_every"] == 0
+                        and self.val_data is not None):
                     self.eval_and_keep_best()
-                if c["checkpoint"]["every_steps"] and self.step % c["checkpoint"]["every_steps"] == 0:
+                if (c["checkpoint"]["every_steps"]
+                        and self.step % c["checkpoint"]["every_steps"] == 0):
                     self.save()
                 paused += time.perf_counter() - pause
 
@@ -761,7 +850,8 @@ class Trainer:
             self.eval_and_keep_best()
         self.save()
         if self.stop_signal:
-            print(f"stop     {self.stop_signal}: the state is saved, --resume goes on from step {self.step}", flush=True)
+            print(f"stop     {self.stop_signal}: the state is saved, "
+                  f"--resume goes on from step {self.step}", flush=True)
 
 
 def duration(seconds: float) -> str:
