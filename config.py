@@ -79,6 +79,24 @@ base = dict(
     ),
     distributed=dict(
         node_id="",                 # who this machine is: letters, digits, . _ -
+        hub="./runs/hub",           # a folder (starts with . / file://) or user/name on the Hub
+        private=True,               # the master creates the Hub repo private
+        inner_steps=50,             # optimizer steps between two deltas of a node
+        outer_lr=0.7,               # of the outer Nesterov step
+        outer_momentum=0.9,         # of the outer Nesterov step
+        outer_warmup=10,            # rounds over which the outer momentum grows; 0 = constant
+        quorum=0,                   # close a round with this many nodes; 0 = all active ones
+        round_timeout=120.0,        # s after its first delta a round closes without stragglers
+        poll_interval=2.0,          # s between looks at the hub
+        codec="bf16",               # how a delta is written: fp32 | bf16
+        wait=False,                 # synchronous: stop at each boundary until the round is out
+        max_pending=4,              # deltas a node leaves waiting before it stops sending
+        join_warmup=20,             # steps over which a node that joins ramps its learning rate
+        max_staleness=0,            # refuse deltas older than this many outer steps; 0 = never
+        staleness_power=0.0,        # weight (1 + outer steps of age) ** -this; 0 = no weighting
+        max_norm_ratio=10.0,        # scale deltas down to this many medians of the norm; 0 = off
+        squash_every=200,           # outer steps between two squashes of a Hub repo's history; 0 = never
+        max_outer_steps=0,          # the master stops there; 0 = it goes on
     ),
 )
 
@@ -111,12 +129,21 @@ CHOICES = {
     "run.precision": ("auto", "fp32", "bf16", "fp16"),
     "data.pin_memory": ("auto", "true", "false"),
     "optimizer.name": ("adamw", "muon"),
+    "distributed.codec": ("fp32", "bf16"),
     "scheduler.name": ("cosine", "constant", "wsd"),
 }
 AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.block_size",
                 "model.n_layer", "model.n_head", "model.d_model", "data.micro_batch_size",
                 "data.target_batch_size", "data.prefetch_factor", "checkpoint.keep_last",
                 "logging.every_steps")
+
+# What the nodes of a swarm take from the master. Not: paths and devices of a machine, the hub.
+SHARED = [("run", key) for key in ("name", "seed", "precision", "max_steps", "eval_every",
+                                   "eval_batches", "expected_loss")]
+SHARED += [(section, key) for section in ("model", "optimizer", "scheduler") for key in base[section]]
+SHARED += [("data", key) for key in ("path", "val_path", "micro_batch_size", "target_batch_size")]
+SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
+                                            "join_warmup", "poll_interval")]
 
 # ---- the command line
 
@@ -158,13 +185,14 @@ def resolve(key: str) -> tuple[str, str]:
     return tuple(found[0].split("."))
 
 
-def load_config(argv: list[str], default: str = "small") -> dict:
+def load_config(argv: list[str], published: dict | None = None) -> dict:
     """The config that command line arguments ask for, checked and with its derived values.
 
-    Precedence: base, then the named config, then the other flags. Raises ValueError, in one line,
-    for whatever is wrong; prints the help and exits for --help.
+    Precedence: base, then the named config, then what a master has `published`, then the other
+    flags. Raises ValueError, in one line, for whatever is wrong; prints the help and exits for
+    --help.
     """
-    name, flags = default, []
+    name, flags = "small", []
     for argument in argv:
         key, equals, text = argument[2:].partition("=")
         if argument in ("-h", "--help"):
@@ -185,10 +213,35 @@ def load_config(argv: list[str], default: str = "small") -> dict:
     config = copy.deepcopy(base)
     for section, values in configs[name].items():
         config[section].update(values)
+    if published is not None:
+        given = {(section, key) for section, key, _ in flags}
+        for section, key in [shared for shared in SHARED if shared not in given]:
+            config[section][key] = check_published(published, section, key)
     for section, key, text in flags:
         config[section][key] = parse(text, base[section][key], f"{section}.{key}")
     config["run"]["name"] = config["run"]["name"] or name
     return derive(config)
+
+
+def shared_settings(config: dict) -> dict:
+    """What a master publishes for its workers."""
+    shared = {}
+    for section, key in SHARED:
+        shared.setdefault(section, {})[key] = config[section][key]
+    return shared
+
+
+def check_published(published: dict, section: str, key: str):
+    """A setting out of a hub: data of the right type, never code. Raises ValueError."""
+    value = published.get(section, {}).get(key, base[section][key])
+    if isinstance(base[section][key], tuple) and isinstance(value, list):
+        value = tuple(value)
+    if type(value) is not type(base[section][key]):
+        raise ValueError(f"the hub's setting {section}.{key}={value!r} is of the wrong type")
+    if (section, key) == ("model", "name") and ":" in value:
+        raise ValueError(f"the hub asks for the model {value}, which is code: if you trust it, "
+                         f"say --model.name={value} yourself")
+    return value
 
 
 def help_text() -> str:
@@ -236,7 +289,11 @@ def derive(config: dict) -> dict:
     check(model["dropout"] < 1, f"model.dropout={model['dropout']} must be below 1")
     check(scheduler["min_lr_ratio"] <= 1,
           f"scheduler.min_lr_ratio={scheduler['min_lr_ratio']} must be at most 1")
-    check(re.fullmatch(r"[^/\\\0]+", run["name"]) and run["name"] not in (".", ".."),
+    check(run["seed"] < 2**63, f"run.seed={run['seed']} does not fit in 63 bits")
+    node_id = config["distributed"]["node_id"]
+    check(not node_id or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", node_id),
+          f"distributed.node_id={node_id!r} wants up to 64 letters, digits, dots, dashes, underscores")
+    check(re.fullmatch(r"[^/\\\0-\x1f]+", run["name"]) and run["name"] not in (".", ".."),
           f"run.name={run['name']} is no folder name")
 
     model["n_kv_head"] = model["n_kv_head"] or model["n_head"]

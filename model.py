@@ -31,7 +31,7 @@ def wide(x) -> torch.dtype:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of the logits `hidden @ weight.T`, a few rows at a time.
 
-    hidden (N, D), weight (V, D), labels (N,) -> scalar; labels of -100 do not count, and with none
+    hidden (N, D), weight (V, D), labels (N,) -> scalar; labels of -100, like all below 0, do not count, and with none
     left it is 0. The gradients are made while a chunk's logits exist, so nothing of size (N, V) is
     ever held. They wait unscaled for backward, so the loss scale of fp16 arrives in time and a
     probability over N cannot underflow.
@@ -47,7 +47,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         rows = max(1, ChunkedCrossEntropy.CHUNK // weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             h, y = hidden[start:start + rows], labels[start:start + rows, None]
-            keep, target = y != -100, y.clamp(min=0)
+            keep, target = y >= 0, y.clamp(min=0)
             logits = (h @ w.t()).to(loss.dtype)                                   # (rows, V)
             loss -= (torch.log_softmax(logits, -1).gather(1, target) * keep).sum()
             if needs_grad:  # d loss / d logits = softmax - onehot
@@ -56,11 +56,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     1, target, -torch.ones_like(target, dtype=loss.dtype))
                 grad_logits = grad_logits.mul_(keep).to(h.dtype)
                 torch.mm(grad_logits, w, out=grad_hidden[start:start + rows])
-                if w is weight:
+                if grad_weight.dtype == h.dtype:
                     grad_weight.addmm_(grad_logits.t(), h)
                 else:
                     grad_weight += grad_logits.t() @ h
-        count = (labels != -100).sum().clamp(min=1)
+        count = (labels >= 0).sum().clamp(min=1)
         ctx.save_for_backward(grad_hidden, grad_weight, count)
         ctx.weight_dtype = weight.dtype
         return loss / count
@@ -374,8 +374,12 @@ def build_model(config: dict) -> nn.Module:
         try:
             factory = getattr(importlib.import_module(module), attribute)
         except Exception as e:  # their module may fail in any way
-            raise ValueError(f"model.name={name}: {type(e).__name__}: {e}") from e
+            said = " ".join(str(e).split())
+            raise ValueError(f"model.name={name}: {type(e).__name__}: {said}") from e
     if factory is None:
         raise ValueError(f"model.name={name} is not known; there are {', '.join(sorted(MODELS))}, "
                          f"or package.module:factory")
-    return factory(config)
+    model = factory(config)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model.name={name} made a {type(model).__name__}, not an nn.Module")
+    return model

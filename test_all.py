@@ -6,24 +6,37 @@ All tests, in the order of the files: config, model, data, trainer, scripts.
 No network, no GPU, nothing left behind. They test laws (a resumed run is the run, a permutation
 permutes), and what concerns processes is tested with processes.
 """
+import base64
+import contextlib
+import hashlib
+import io
 import json
 import math
 import os
+import random
 import re
 import resource
 import signal
+import statistics
+import struct
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 import config as config_module
+import diloco
 import model as model_module
 import trainer as trainer_module
 from config import load_config
@@ -356,6 +369,8 @@ def test_an_epoch_sees_all_and_nodes_differ_and_validation_is_disjoint(tmp_path)
 
 
 def test_formats(tmp_path):
+    def opened(path):
+        return trainer_module.open_tokens(tiny(tmp_path, f"--data.path={path}"), "path")
     tokens = np.arange(2000) % 250
     for name, content, vocab in [
         ("nanogpt.bin", tokens.astype("<u2").tobytes(), 256),
@@ -367,17 +382,17 @@ def test_formats(tmp_path):
     ]:
         (tmp_path / name).write_bytes(content)
         assert np.array_equal(
-            trainer_module.open_tokens(str(tmp_path / name), vocab).read(0, 2000), tokens), name
+            opened(tmp_path / name).read(0, 2000), tokens), name
     np.save(tmp_path / "t.npy", tokens.astype(np.int32))
     assert np.array_equal(
-        trainer_module.open_tokens(str(tmp_path / "t.npy"), 256).read(5, 100), tokens[5:105])
+        opened(tmp_path / "t.npy").read(5, 100), tokens[5:105])
     folder = tmp_path / "folder" / "deep"
     folder.mkdir(parents=True)
     (folder / "b.txt").write_text("World\n")
     (folder.parent / "a.txt").write_text("Hello ")
     (folder / "empty.txt").write_text("")
     for path in (folder.parent, f"{tmp_path}/folder/**/*.txt"):
-        source = trainer_module.open_tokens(str(path), 256)
+        source = opened(path)
         assert (bytes(source.read(0, len(source))) == b"Hello World\n"
                 and bytes(source.read(4, 4)) == b"o Wo")
 
@@ -400,6 +415,21 @@ def test_user_datasets_and_loaders(tmp_path):
         assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[3:], late))
     seen = torch.cat([b[0][:, 0] for b in take(Mine(), 0)])[:14]
     assert sorted(seen[:7].tolist()) == sorted(seen[7:].tolist()) == list(range(7))
+
+
+def test_validation_files_are_left_out_of_training_and_hidden_ones_are_not_read(tmp_path):
+    (tmp_path / "d/.git").mkdir(parents=True)
+    for name, text in (("a.txt", "a" * 500), ("val.txt", "v" * 500), (".git/x", "x" * 500)):
+        (tmp_path / "d" / name).write_text(text)
+    flags = [f"--data.path={tmp_path}/d", "--vocab-size=256"]
+    train, val = build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/d/val.txt"))
+    assert {int(i) for k in range(40) for i in train[k]["input_ids"]} == {ord("a")}
+    assert {int(i) for i in val[0]["input_ids"]} == {ord("v")}
+    with pytest.raises(ValueError, match="data.path=.*is empty, validation data left out"):
+        build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/d"))
+    (tmp_path / "short.txt").write_text("short")
+    with pytest.raises(ValueError, match="data.val_path=.*too short"):
+        build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/short.txt"))
 
 # ---- trainer.py: precision, optimizer, learning rate
 
@@ -560,6 +590,9 @@ def test_coordinator_is_called_and_saved(tmp_path):
         def start(self, trainer):
             self.calls.append(("start", trainer.step))
 
+        def lr_scale(self, step):
+            return 0.5
+
         def after_step(self, trainer):
             self.calls.append(("step", trainer.step))
 
@@ -650,6 +683,89 @@ def test_resume_takes_new_settings_and_says_so(tmp_path, capsys):
     t.train()
     assert [line["step"] for line in lines_of(t.folder, "step")] == [1, 2, 3, 4]
 
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, i):
+        tokens = (torch.arange(17) * (i + 1) + torch.randint(0, 64, (1,))) % 64
+        return {"input_ids": tokens[:-1], "labels": tokens[1:], "note": "not a tensor"}
+
+
+@pytest.mark.parametrize("kind", ["dataset", "workers", "loader", "shuffling loader"])
+def test_resume_is_exact_with_data_of_the_users(tmp_path, kind):
+    def data():
+        return Augmented() if "loader" not in kind else torch.utils.data.DataLoader(
+            Augmented(), batch_size=8, shuffle="shuffling" in kind)
+    flags = ["--dropout=0.2", f"--num-workers={2 if kind == 'workers' else 0}"]
+    results = []
+    for name, stops, every in (("whole", [6], 0), ("parts", [3, 6], 1)):
+        for stop in stops:
+            config = tiny(tmp_path, *flags, f"--name={name}", f"--max-steps={stop}",
+                          f"--eval-every={every}", f"--resume={stop != stops[0]}")
+            t = make_trainer(config, data=(data(), data()))
+            t.train()
+        results.append(t.model.state_dict())
+    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+
+
+def test_after_a_fallback_the_good_checkpoints_are_kept(tmp_path):
+    flags = ["--checkpoint.every-steps=2", "--keep-last=2"]
+    t = make_trainer(tiny(tmp_path, *flags, "--max-steps=6"))
+    t.train()
+    t.checkpoints()[0].write_bytes(b"torn")
+    (t.folder / "step_9_mine.pt").write_bytes(b"a copy of the user's")
+    t = make_trainer(tiny(tmp_path, *flags, "--max-steps=5", "--resume"))
+    t.train()
+    assert [p.name for p in t.checkpoints()] == [f"step_{i:012d}.pt" for i in (5, 4)]
+    assert (t.folder / "step_000000000006.pt.damaged").exists()
+    assert (t.folder / "step_9_mine.pt").exists()
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    for resume in ("false", "true"):
+        t = make_trainer(tiny(tmp_path, "--max-steps=2", f"--resume={resume}"))
+        for again in ("false", "true"):
+            with pytest.raises(ValueError, match="another process is training in this folder"):
+                make_trainer(tiny(tmp_path, f"--resume={again}"))
+        t.train()
+    with pytest.raises(ValueError, match="already holds a run"):
+        make_trainer(tiny(tmp_path))
+    make_trainer(tiny(tmp_path, "--max-steps=3", "--resume")).train()
+
+
+def test_trouble_with_the_validation_data_saves_the_work(tmp_path):
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "big.bin")
+    t = make_trainer(tiny(tmp_path, f"--val-path={tmp_path}/big.bin", "--eval-every=3"))
+    with pytest.raises(TrainingError, match="^token .* is outside model.vocab_size=64$"):
+        t.train()
+    assert [p.name for p in t.checkpoints()] == ["step_000000000003.pt"]
+
+
+def test_what_is_no_answer_is_refused_in_one_line(tmp_path):
+    class Other(Logits):
+        def forward(self, tokens, cache=None):
+            assert cache is None, "labels are for a second argument that wants them"
+            return {"states": self.embed(tokens)}
+    t = make_trainer(tiny(tmp_path), Other("loss"))
+    with pytest.raises(TrainingError, match="neither a loss nor logits"):
+        t.train()
+    for data, says in (([], "empty"), (torch.utils.data.DataLoader([]), "no batch")):
+        t = make_trainer(tiny(tmp_path, "--name=n"), data=(data, None))
+        with pytest.raises(TrainingError, match=says):
+            t.train()
+
+
+def test_half_precision_model_and_negative_labels():
+    m = build_model(SHAPE).bfloat16()
+    ids = torch.randint(0, 97, (2, 30))
+    m(ids, labels=ids)["loss"].backward()
+    labels = ids.clone()
+    labels[:, ::2] = -1
+    other = labels.masked_fill(labels < 0, -100)
+    assert m(ids, labels=labels)["loss"] == m(ids, labels=other)["loss"] != m(ids, labels=ids)["loss"]
+
 # ---- train.py, as processes
 
 KILL = ["--config=smoke", "--data.path=stdlib", "--dropout=0.1", "--micro-batch-size=4",
@@ -713,8 +829,7 @@ def test_a_signal_saves_and_ends_well(tmp_path, number):
                          text=True, start_new_session=True)
     while last_step(tmp_path / "runs/s") < 5 and p.poll() is None:
         time.sleep(0.05)
-    # Ctrl-C reaches the whole group
-    os.killpg(p.pid, number) if number == signal.SIGINT else p.send_signal(number)
+    os.killpg(p.pid, number)    # to the whole group, as a terminal or a batch system does
     out, err = p.communicate(timeout=60)
     assert p.returncode == 0 and "--resume goes on from step" in out and not err, err
     step = int(out.split("from step")[1])
@@ -772,7 +887,7 @@ def test_full_disk_loses_nothing(tmp_path):
     assert (done.returncode == 2 and "cannot write" in done.stderr
             and done.stderr.count("\n") == 1), done.stderr
     assert (sorted(p.name for p in (tmp_path / "runs/full").iterdir())
-            == ["best.pt", "latest.json", "metrics.jsonl", "step_000000000004.pt"])
+            == [".lock", "best.pt", "latest.json", "metrics.jsonl", "step_000000000004.pt"])
     assert run_script([*args, "--resume"], tmp_path).returncode == 0
 
 
@@ -796,3 +911,816 @@ def test_the_commands_and_the_code_of_the_readme(tmp_path):
         done = subprocess.run([sys.executable, *command.split(), *extra], cwd=tmp_path,
                               capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and done.stdout, (command, done.stderr)
+
+# ---- diloco.py: a loopback Hub that the real client talks to
+
+
+class LoopbackHub(ThreadingHTTPServer):
+    """Enough of the Hub for huggingface_hub without Xet: model repos, LFS, atomic commits.
+
+    `faults`: dicts with method, path (regexes), action (a status, "reset", "lose" the answer,
+    "corrupt", "hang") and count; the first that fits is used up by one.
+    """
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.guard, self.repos, self.objects = threading.RLock(), {}, {}
+        self.faults, self.counts, self.bytes = [], Counter(), Counter()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def head(self, repo):
+        return self.repos[repo][-1]
+
+    def push(self, repo, files):
+        sha = hashlib.sha1(os.urandom(8)).hexdigest()
+        self.repos.setdefault(repo, []).append((sha, files))
+        return sha
+
+    def fault(self, method, path, action, count=1, **headers):
+        self.faults.append(dict(method=method, path=path, action=action, count=count,
+                                headers={k.replace("_", "-"): v for k, v in headers.items()}))
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def send(self, status, body=b"", **headers):
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        if self.action == "lose":
+            self.connection.shutdown(2)
+            return
+        if self.action == "corrupt" and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        self.send_response(status)
+        for k, v in {"Content-Length": len(body), **headers}.items():
+            self.send_header(k.replace("_", "-"), str(v))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+            self.server.bytes["out"] += len(body)
+
+    def error(self, status, code=None, **headers):
+        self.send(status, {"error": f"status {status}"}, **headers,
+                  **({"X_Error_Code": code, "X_Error_Message": code} if code else {}))
+
+    def handle_one(self):
+        hub, self.action = self.server, None
+        url = urlsplit(self.path)
+        path, query = unquote(url.path), parse_qs(url.query)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.bytes["in"] += len(body)
+        route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
+        hub.counts[f"{self.command} {route}"] += 1
+        for fault in hub.faults:
+            if fault["count"] and re.search(fault["method"], self.command) and re.search(fault["path"], path):
+                fault["count"] -= 1
+                self.action = fault["action"]
+                if self.action == "reset":
+                    return self.connection.shutdown(2)
+                if isinstance(self.action, float):
+                    time.sleep(self.action)
+                if isinstance(self.action, int):
+                    return self.error(self.action, **fault["headers"])
+                break
+        with hub.guard:
+            self.route(hub, path, query, body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_one
+
+    def at(self, hub, repo, revision):
+        if repo not in hub.repos:
+            raise LookupError("RepoNotFound")
+        for sha, files in reversed(hub.repos[repo]):
+            if revision in ("main", sha):
+                return sha, files
+        raise LookupError("RevisionNotFound")
+
+    def info(self, path, oid):
+        data = self.server.objects[oid]
+        lfs = path.endswith(".safetensors")
+        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        return {"type": "file", "path": path, "size": len(data), "oid": git,
+                **({"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}} if lfs else {})}
+
+    def route(self, hub, path, query, body):
+        try:
+            if path == "/api/repos/create":
+                made = json.loads(body)
+                name = f"{made.get('organization') or 'me'}/{made['name']}"
+                status = 409 if name in hub.repos else 200
+                if status == 200:
+                    hub.push(name, {})
+                return self.send(status, {"url": f"{hub.url}/{name}", "id": name})
+            if match := re.fullmatch(r"/lfs/(\w+)", path):
+                assert hashlib.sha256(body).hexdigest() == match[1]
+                hub.objects[match[1]] = body
+                return self.send(200)
+            if match := re.fullmatch(r"/(.+/.+)\.git/info/lfs/objects/batch", path):
+                return self.send(200, {"transfer": "basic", "objects": [
+                    o if o["oid"] in hub.objects else     # there already: nothing to do
+                    {**o, "actions": {"upload": {"href": f"{hub.url}/lfs/{o['oid']}"}}}
+                    for o in json.loads(body)["objects"]]},
+                    Content_Type="application/vnd.git-lfs+json")
+            if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+                sha, files = self.at(hub, match[1], match[2])
+                if match[3] not in files:
+                    return self.error(404, "EntryNotFound", X_Repo_Commit=sha)
+                info = self.info(match[3], files[match[3]])
+                return self.send(200, hub.objects[files[match[3]]], X_Repo_Commit=sha,
+                                 ETag=f'"{files[match[3]] if "lfs" in info else info["oid"]}"')
+            match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.+))?)?", path)
+            if not match:
+                return self.error(404)
+            repo, verb, revision, rest = match.groups()
+            sha, files = self.at(hub, repo, revision or "main")
+            if verb in (None, "revision"):
+                return self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []})
+            if verb == "tree":
+                under = [self.info(p, o) for p, o in sorted(files.items()) if p.startswith((rest or "") + "/")]
+                if not under:
+                    return self.error(404, "EntryNotFound")
+                first = int(query.get("cursor", ["0"])[0])
+                more = {"Link": f'<{hub.url}{path}?recursive=true&cursor={first + 100}>; rel="next"'}
+                return self.send(200, under[first:first + 100], **(more if len(under) > first + 100 else {}))
+            if verb == "paths-info":
+                wanted = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
+                return self.send(200, [self.info(p, files[p]) for p in wanted if p in files])
+            if verb == "preupload":
+                return self.send(200, {"files": [
+                    {"path": f["path"], "shouldIgnore": False,
+                     "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
+                    for f in json.loads(body)["files"]]})
+            if verb == "super-squash":
+                hub.repos[repo] = []
+                return self.send(200, {"commitId": hub.push(repo, files)})
+            if verb == "commit":
+                files = dict(files)
+                for line in map(json.loads, body.splitlines()):
+                    value = line["value"]
+                    if line["key"] == "header" and value.get("parentCommit") not in (None, sha):
+                        return self.error(412)
+                    if line["key"] == "file":
+                        data = base64.b64decode(value["content"])
+                        oid = hashlib.sha256(data).hexdigest()
+                        hub.objects[oid], files[value["path"]] = data, oid
+                    if line["key"] == "lfsFile":
+                        files[value["path"]] = value["oid"]
+                    if line["key"] == "deletedFile":
+                        if value["path"] not in files:
+                            return self.error(404, "EntryNotFound")
+                        del files[value["path"]]
+                sha = hub.push(repo, files)
+                return self.send(200, {"success": True, "commitOid": sha, "commitUrl": f"{hub.url}/{repo}/commit/{sha}"})
+            return self.error(404)
+        except LookupError as e:
+            return self.error(404, e.args[0])
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory):
+    """One loopback Hub, and the environment in which the client talks to it."""
+    server = LoopbackHub()
+    os.environ |= {"HF_ENDPOINT": server.url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1",
+                   "HF_HOME": str(tmp_path_factory.mktemp("hf")), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    assert "huggingface_hub" not in sys.modules, "the client reads its environment once, at import"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+# ---- diloco.py: the laws
+
+SWARM = {**config_module.base["distributed"], "codec": "fp32", "outer_warmup": 0, "poll_interval": 0.05,
+         "round_timeout": 0.0, "max_norm_ratio": 0.0}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.zeros(9, 16)), nn.Parameter(torch.zeros(5))
+        self.register_buffer("stat", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+class Node:
+    """A DumbDiLoCo without its thread: the test says when something is sent and seen."""
+
+    def __init__(self, transport, name="a", saved=None, **settings):
+        self.model, self.step, self.tokens, self.position, self.last_loss = Net(), 0, 0, 0, torch.tensor(1.0)
+        self.stop_signal, self.config, self.events = None, {"data": {"target_batch_size": 2}}, []
+        self.work = {k: torch.zeros_like(v) for k, v in diloco.swarm_tensors(self.model).items()}
+        self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings}, log=lambda line: None)
+        self.node.exchange = lambda: None
+        if saved:
+            self.model.load_state_dict(saved["model"])
+            self.step, self.position, self.tokens = saved["step"], saved["step"] * 2, saved["tokens"]
+            self.node.load_state_dict(saved["coordinator"])
+        self.node.start(self)
+
+    def progress(self):
+        return str(self.step)
+
+    def emit(self, event, line, **payload):
+        self.events.append((event, payload))
+
+    def train(self, steps=1, size=0.25):
+        for _ in range(steps):
+            self.step, self.tokens = self.step + 1, self.tokens + 10
+            for k, v in diloco.swarm_tensors(self.model).items():
+                move = torch.randint(-8, 9, v.shape) * size    # multiples of a power of two: sums are exact
+                self.work[k] += move
+                with torch.no_grad():
+                    v += move
+
+    def send(self):
+        self.node.push(self)
+        if self.node.sending:
+            self.node.done = self.node.upload(self.node.sending)
+
+    def see(self):
+        self.node.look()
+        self.node.take_results(self)
+
+    def weights(self):
+        return {k: v.detach().clone() for k, v in diloco.swarm_tensors(self.model).items()}
+
+    def save(self):
+        state = {"model": self.model.state_dict(), "step": self.step,
+                 "tokens": self.tokens, "coordinator": self.node.state_dict()}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=True)
+
+
+def make_master(transport, **settings):
+    log = []
+    master = diloco.MasterOuterLoop(transport, {**SWARM, **settings}, diloco.swarm_tensors(Net()),
+                                    {"config": {}, "buffers": ["stat"]}, log=log.append)
+    master.lines = log
+    return master
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return diloco.FolderTransport(tmp_path / "hub")
+
+
+def test_nesterov_is_torch_sgd():
+    torch.manual_seed(0)
+    w, buf, p = torch.randn(50), torch.zeros(50), None
+    p = nn.Parameter(w.clone())
+    sgd = torch.optim.SGD([p], lr=0.7, momentum=0.9, nesterov=True)
+    outer = diloco.NesterovOuterOptimizer(0.7, 0.9)
+    for i in range(20):
+        g = torch.randn(50)
+        w, buf = outer.step(w, buf, g, 1.0, i)
+        p.grad = g
+        sgd.step()
+    assert torch.allclose(w, p, rtol=1e-5, atol=1e-5)
+    warm = diloco.NesterovOuterOptimizer(1.0, 0.8, warmup=4)
+    one, _ = warm.step(torch.zeros(1), torch.ones(1), torch.zeros(1), 0.5, 1)
+    mu = 0.8 * 2 / 4
+    assert one.item() == pytest.approx(-0.5 * mu * mu ** 0.5)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(6))
+def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
+    """With a plain outer sum, whatever the interleaving, a node's weights are all it has learned."""
+    chance = random.Random(seed)
+    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    a = Node(folder, codec=codec, max_pending=99)
+    for _ in range(60):
+        action = chance.choice(["train", "train", "send", "answer", "merge", "see"])
+        if action == "train":
+            a.train()
+        elif action == "send" and not a.node.sending:
+            a.send()
+        elif action == "answer":
+            a.node.take_results(a)
+        elif action == "merge":
+            master.sync_once()
+        elif action == "see":
+            a.see()
+        exact = codec == "fp32"
+        assert all(torch.allclose(v, a.work[k], atol=0 if exact else 0.1) for k, v in a.weights().items())
+    for _ in range(3):      # what rounding held back goes out with the next delta
+        a.node.take_results(a)
+        a.train(size=0.0)
+        a.send()
+        a.see()
+        master.sync_once()
+        a.see()
+    assert all(torch.allclose(master.weights[k], a.work[k], atol=1e-4) for k in a.work)
+    books = master.state["nodes"]["a"]
+    assert books["steps"] == a.step and books["lost"] == 0 and books["tokens"] == a.tokens and not a.node.sent
+
+
+def test_two_nodes_average_and_buffers_average_without_momentum(folder):
+    master = make_master(folder, outer_lr=0.5, outer_momentum=0.9)
+    a, b = Node(folder, "a"), Node(folder, "b")
+    a.train(4)
+    a.send()
+    a.node.take_results(a)
+    a.train(4)
+    a.send()                # two deltas of one node add up, they are not averaged
+    b.train(4)
+    b.send()
+    assert master.sync_once() == 1
+    mean = {k: (a.work[k] + b.work[k]) / 2 for k in a.work}
+    for k in mean:
+        want = mean[k] if k == "stat" else 0.5 * 1.9 * mean[k]
+        assert torch.allclose(master.weights[k], want, atol=1e-5), k
+    assert master.sync_once() == 1, "nothing there, nothing happens"
+
+
+def test_order_of_arrival_cannot_change_a_bit(tmp_path):
+    results = []
+    for order in ("abc", "cab"):
+        hub = diloco.FolderTransport(tmp_path / order)
+        master = make_master(hub)
+        torch.manual_seed(5)
+        nodes = {name: Node(hub, name) for name in "abc"}
+        for name in "abc":
+            nodes[name].train(3, size=0.1)
+        for name in order:
+            nodes[name].send()
+        master.sync_once()
+        results.append(master.weights)
+    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+
+
+class Stop(BaseException):
+    """A kill, between two calls to the transport."""
+
+
+class Shaky:
+    """A transport that dies, or loses its answer, at its n-th call."""
+
+    def __init__(self, transport, n, how):
+        self.transport, self.left, self.how = transport, n, how
+
+    def __getattr__(self, name):
+        call = getattr(self.transport, name)
+
+        def shaky(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0 and self.how == "before":
+                raise Stop
+            result = call(*args, **kwargs)
+            if self.left == 0:
+                raise Stop if self.how == "after" else diloco.Unavailable("a lost answer")
+            return result
+        return shaky
+
+
+@pytest.mark.parametrize("how", ["before", "after", "lose"])
+def test_a_master_killed_between_any_two_calls_is_replaced_bit_for_bit(tmp_path, how, monkeypatch):
+    monkeypatch.setattr(diloco, "wait", lambda *_: None)
+
+    def story(path, n):
+        """Three rounds; with n, the master dies at its n-th call, and one with an empty disk takes over."""
+        torch.manual_seed(1)
+        hub, master, died = diloco.FolderTransport(path), None, False
+        make_master(hub)
+        nodes = [Node(hub, "a", max_pending=9), Node(hub, "b", max_pending=9)]
+        shaky = Shaky(hub, n, how)
+        for _ in range(3):
+            for node in nodes:
+                node.train(3, size=0.1)
+                node.send()
+            for _ in range(3):
+                try:
+                    master = master or make_master(shaky)
+                    master.sync_once()
+                    break
+                except Stop:
+                    master, died = None, True
+            for node in nodes:
+                node.see()
+        return make_master(hub), nodes, died or shaky.left <= 0
+    want, _, _ = story(tmp_path / "whole", 10**9)
+    for n in range(1, 60):
+        master, nodes, reached = story(tmp_path / str(n), n)
+        assert all(torch.equal(master.weights[k], want.weights[k]) for k in want.weights), n
+        assert all(torch.equal(master.momentum[k], want.momentum[k]) for k in want.weights), n
+        assert [master.state["nodes"][x.node.node_id]["steps"] for x in nodes] == [9, 9], n
+        if not reached:
+            break
+    assert 10 < n < 59
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_worker_killed_anywhere_goes_on_and_the_books_balance(folder, seed):
+    chance, saved = random.Random(seed), None
+    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    a = Node(folder, max_pending=99)
+    saved = a.save()
+    for _ in range(80):
+        action = chance.choice(["train", "train", "send", "see", "merge", "save", "kill"])
+        if action == "train":
+            a.train()
+        elif action == "send" and not a.node.sending:
+            a.send() if chance.random() < 0.6 else a.node.push(a)
+        elif action == "see":
+            if a.node.sending and not a.node.done:
+                a.node.done = a.node.upload(a.node.sending)
+            a.see()
+        elif action == "merge":
+            master.sync_once()
+        elif action == "save":
+            saved = a.save()
+        elif action == "kill":
+            a = Node(folder, saved=saved, max_pending=99)
+            assert a.position == a.step * 2
+    if a.node.sending and not a.node.done:
+        a.node.done = a.node.upload(a.node.sending)
+    a.node.take_results(a)
+    a.train()
+    a.send()
+    a.node.take_results(a)
+    master.sync_once()
+    a.see()
+    books = master.state["nodes"]["a"]
+    assert books["steps"] + books["lost"] == a.step and books["lost"] == 0
+    assert all(torch.equal(v, master.weights[k]) for k, v in a.weights().items()), "all it has learned is in the global"
+
+
+def test_two_masters_one_stops(folder):
+    one = make_master(folder)
+    two = make_master(folder)
+    a = Node(folder)
+    a.train()
+    a.send()
+    with pytest.raises(diloco.Refused, match="another master"):
+        one.sync_once()
+    assert two.sync_once() == 1
+    a.see()
+    a.train()
+    a.send()
+    assert make_master(folder).sync_once() == 2, "a master started again takes over at once"
+
+
+def test_two_workers_with_one_node_id(folder):
+    master = make_master(folder)
+    old = Node(folder)
+    new = Node(folder)
+    old.train(3)
+    old.send()
+    master.sync_once()
+    new.train(2)
+    new.send()
+    master.sync_once()
+    old.train(4)
+    old.send()
+    master.sync_once()
+    assert master.state["nodes"]["a"]["steps"] == 5 and "taken over" in master.state["nodes"]["a"]["refused"][-1]["reason"]
+    with pytest.raises(diloco.Refused, match="another worker has taken over the node id a"):
+        old.see()
+
+
+def test_reader_sees_one_version(folder):
+    master = make_master(folder)
+    a = Node(folder)
+    a.train()
+    a.send()
+    (folder.root / "global/latest.safetensors").write_bytes(b"of another version")
+    seen = []
+    with pytest.raises(diloco.Refused):
+        diloco.read_published(folder, Path(a.node.work.name), seen.append, lambda: bool(seen))
+    assert "do not fit their hash" in seen[0]
+    with pytest.raises(diloco.Refused, match="damaged"):
+        make_master(folder)
+    assert master.sync_once() == 1, "the master that holds the weights mends it"
+    diloco.read_published(folder, Path(a.node.work.name))
+
+
+def delta_file(path, tensors=None, **header):
+    tensors = tensors or {k: torch.ones_like(v) for k, v in diloco.swarm_tensors(Net()).items()}
+    meta = dict(run_id="?", node_id="bad", incarnation="1", local_step="5", base_outer_step="0", steps="5", tokens="1",
+                loss="1.0", codec="fp32") | header
+    save_file(tensors, path, metadata={k: str(v) for k, v in meta.items()})
+    return path.read_bytes()
+
+
+def bad_deltas(tmp_path, run_id):
+    good = {k: torch.ones_like(v) for k, v in diloco.swarm_tensors(Net()).items()}
+    count = iter(range(10, 99))
+
+    def make(tensors=None, **header):
+        return delta_file(tmp_path / "x", tensors, **{"run_id": run_id, "incarnation": next(count), **header})
+    inf, nan = ({**good, "b": torch.full((5,), float(v))} for v in ("inf", "nan"))
+    return {
+        "not finite": [make(inf), make(nan)],
+        "tensor": [make({"w": good["w"]}), make({**good, "b": torch.ones(6)}), make({**good, "extra": torch.ones(1)})],
+        "another run": [make(run_id="0000")], "header says": [make(node_id="other"), make(local_step=6)],
+        "unreadable": [make()[:-9]], "no safetensors file": [b"hello", struct.pack("<Q", 1 << 30) + b"{}" * 50, b""],
+        "which does not exist": [make(base_outer_step=99)], "lacks something": [make(codec="zip"), make(steps="many"), make(steps=-1)],
+        "more than this model can need": [b"0" * (1 << 21)],
+    }
+
+
+def test_bad_deltas_are_refused_by_name_and_the_round_goes_on(folder, tmp_path):
+    master = make_master(folder, max_staleness=1)
+    for reason, contents in bad_deltas(tmp_path, master.state["run_id"]).items():
+        for content in contents:
+            a = Node(folder)
+            a.train()
+            a.send()
+            folder.commit({"nodes/bad/delta_5.safetensors": content, "nodes/what.txt": b"?"})
+            before = master.state["outer_step"]
+            assert master.sync_once() == before + 1, reason
+            line = json.loads(master.history.splitlines()[-1])
+            reasons = {r["path"]: r["reason"] for r in line["refused"]}
+            assert reason in reasons["nodes/bad/delta_5.safetensors"], (reason, reasons)
+            assert reasons["nodes/what.txt"] == "not the name of a delta"
+            assert [m["node"] for m in line["merged"]] == ["a"]
+            assert all(v.isfinite().all() for v in master.weights.values())
+            assert folder.list("nodes/")[1] == []
+    a.see()
+    replay = a.node.upload(a.node.sending or {"stored": a.work, "path": "nodes/a/delta_1.safetensors", "local_step": 1,
+                           "header": {**{k: "1" for k in ("steps", "tokens", "loss", "base_outer_step")}, "local_step": "1",
+                                      "run_id": master.state["run_id"], "node_id": "a", "codec": "fp32",
+                                      "incarnation": a.node.incarnation}})
+    weights = master.weights
+    master.sync_once()
+    assert replay and "replay" in master.lines[-1] and master.weights is weights
+
+
+def test_the_refused_worker_is_told_and_goes_on_from_the_global(folder):
+    master = make_master(folder, max_staleness=1, outer_lr=1.0, outer_momentum=0.0)
+    a, b = Node(folder), Node(folder, "b")
+    for _ in range(3):
+        b.train()
+        b.send()
+        master.sync_once()
+        b.see()
+    a.train(3)
+    a.send()
+    a.node.take_results(a)
+    a.train(2)
+    assert master.sync_once() == 3
+    a.see()
+    assert ("refused", {"step": 3, "reason": "3 outer steps old, more than max_staleness"}) in a.events
+    assert not a.node.sent
+    a.send()
+    assert master.sync_once() == 4
+    entry = master.state["nodes"]["a"]
+    assert entry["lost"] == 3 and entry["steps"] == 2 and a.step == 5
+    a.see()
+    with torch.no_grad():
+        a.model.w[0, 0] = float("nan")
+    a.step += 1
+    with pytest.raises(diloco.Refused, match="not finite"):
+        a.send()
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a/b", ".hidden", "x" * 65, "a b", "é"])
+def test_node_ids_are_path_safe(folder, name):
+    with pytest.raises(ValueError, match="node_id"):
+        diloco.DumbDiLoCo(folder, name, SWARM)
+    with pytest.raises(diloco.Refused, match="no path"):
+        folder.commit({"nodes/../../evil": b""})
+
+
+def test_an_outsized_delta_is_scaled_down(folder):
+    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0, max_norm_ratio=10.0)
+    a = Node(folder)
+    for _ in range(4):
+        a.train()
+        a.send()
+        master.sync_once()
+        a.see()
+    usual = statistics.median(master.state["norms"])
+    before = master.weights
+    a.train(size=1e4)
+    a.send()
+    master.sync_once()
+    moved = math.sqrt(sum(float((master.weights[k] - before[k]).pow(2).sum()) for k in before))
+    assert moved == pytest.approx(10 * usual, rel=1e-3)
+
+
+def test_rounds_close_when_all_are_there_or_the_time_is_up(folder, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(diloco.time, "monotonic", lambda: now[0])
+    master = make_master(folder, round_timeout=60.0)
+    master.state["nodes"] = {n: {**master.new_books(), "outer_step": step} for n, step in (("a", 9), ("b", 8), ("c", 3))}
+    master.state["outer_step"] = 9
+    assert master.active() == {"a", "b"}
+    assert not master.due(set()) and not master.due({"a"}) and master.due({"a", "b"}) and master.due({"a", "b", "d"})
+    now[0] = 59.0
+    assert not master.due({"a"})
+    now[0] = 61.0
+    assert master.due({"a"})
+    master.first_seen, master.settings["quorum"] = None, 1
+    assert master.due({"a"})
+
+
+@pytest.mark.parametrize("call", ["replace", "unlink", "fsync"])
+def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
+    for n in range(1, 30):
+        root = tmp_path / f"{call}{n}"
+        hub = diloco.FolderTransport(root)
+        hub.commit({"a": b"old", "b": b"old", "gone": b"old"})
+        left, real = [n], getattr(os, call)
+
+        def dies(*args, **kwargs):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Stop
+            return real(*args, **kwargs)
+        monkeypatch.setattr(os, call, dies)
+        with contextlib.suppress(Stop):
+            hub.commit({"a": b"new", "b": b"new"}, ["gone"])
+        monkeypatch.setattr(os, call, real)
+        again = diloco.FolderTransport(root)
+        version, files = again.snapshot(["a", "b", "gone"], tmp_path / "read")
+        content = [files[p].read_bytes() if p in files else None for p in ("a", "b", "gone")]
+        assert (version, content) in [("1", [b"old"] * 3), ("2", [b"new", b"new", None])]
+        if left[0] > 0:
+            break
+    assert 1 < n < 29
+
+
+def test_memory_and_time_of_a_round_do_not_grow_with_the_nodes(folder, tmp_path):
+    code = f"""
+import resource, sys, torch
+import diloco
+from safetensors.torch import save_file
+hub = diloco.FolderTransport({str(tmp_path / 'big')!r})
+settings = {SWARM!r}
+weights = {{"w": torch.zeros(1000, 1000)}}
+master = diloco.MasterOuterLoop(hub, settings, weights, {{}}, log=lambda line: None)
+def send(count):
+    for i in range(count):
+        header = dict(run_id=master.state["run_id"], node_id=f"n{{i}}", incarnation="1", local_step=str(master.state["outer_step"] + 1),
+                      base_outer_step="0", steps="1", tokens="1", loss="1", codec="fp32")
+        path = f"nodes/n{{i}}/delta_{{header['local_step']}}.safetensors"
+        save_file({{"w": torch.ones(1000, 1000)}}, {str(tmp_path / 'd')!r}, metadata=header)
+        hub.commit({{path: {str(tmp_path / 'd')!r}}})
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+send(2); master.sync_once(); few = peak()
+send(40); master.sync_once()
+assert len(master.state["nodes"]) == 40
+print(peak() - few)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert done.stdout and int(done.stdout) < 80, (done.stdout, done.stderr)     # MiB; the 40 deltas are 160
+
+
+# ---- diloco.py over the loopback Hub
+
+
+@pytest.fixture
+def remote(hub, monkeypatch):
+    monkeypatch.setattr(diloco, "wait", lambda *_: None)
+    hub.faults.clear()
+    return diloco.open_hub(f"me/repo{len(hub.repos)}", create=True)
+
+
+def test_hub_transport_is_a_transport(hub, remote, tmp_path):
+    first = remote.head()
+    big = tmp_path / "w.safetensors"
+    big.write_bytes(os.urandom(5000))
+    version = remote.commit({"global/step_count.json": b"{}", "nodes/a/delta_1.safetensors": big})
+    assert remote.head() == version != first
+    assert remote.list("nodes/") == (version, [("nodes/a/delta_1.safetensors", 5000)]) and remote.list("none/")[1] == []
+    seen, files = remote.snapshot(["global/step_count.json", "nodes/a/delta_1.safetensors", "missing"], tmp_path / "in")
+    assert seen == version and len(files) == 2 and files["nodes/a/delta_1.safetensors"].read_bytes() == big.read_bytes()
+    with pytest.raises(diloco.Conflict):
+        remote.commit({"x": b"1"}, expect=first)
+    remote.commit({f"nodes/n{i}/delta_1.safetensors": big for i in range(250)}, ["nodes/a/delta_1.safetensors"], expect=version)
+    assert len(remote.list("nodes/")[1]) == 250, "listings come in pages"
+    remote.squash()
+    assert remote.head() != version and len(hub.repos[remote.repo]) == 1
+    hub.counts.clear()
+    remote.head()
+    assert sum(hub.counts.values()) == 1, "an idle poll is one HEAD"
+
+
+@pytest.mark.parametrize("status, kind", [(401, "Refused"), (403, "Refused"), (400, "Refused"), (409, "Unavailable"), (429, "Unavailable"),
+                                          (500, "Unavailable"), (503, "Unavailable"), ("reset", "Unavailable"), ("lose", "Unavailable"),
+                                          (412, "Conflict")])
+def test_each_answer_of_the_hub_is_what_it_means(hub, remote, status, kind):
+    hub.fault("POST", "/commit/", status, Retry_After="7")
+    with pytest.raises(getattr(diloco, kind)) as e:
+        remote.commit({"x": b"1"}, expect=remote.head() if status == 412 else None)
+    assert "\n" not in str(e.value.args[0])
+    if status == 429:
+        assert e.value.args[1] == 7.0
+
+
+def test_missing_repo_and_bad_names_are_refused(hub, tmp_path):
+    with pytest.raises(diloco.Refused, match="404"):
+        diloco.open_hub("me/nothing").list("nodes/")
+    for name in ("nothing", "a/b/c", "http://x/y"):
+        with pytest.raises(ValueError, match="distributed.hub"):
+            diloco.open_hub(name)
+
+
+@pytest.mark.parametrize("action", ["corrupt", "reset", 502])
+def test_damaged_downloads_are_noticed_and_read_again(hub, remote, tmp_path, action):
+    remote.commit({"global/latest.safetensors": b"w" * 3000, "global/step_count.json": b"{}"})
+    hub.fault("GET", "resolve", action, count=2)
+    seen = []
+    _, files = diloco.retry(lambda: remote.snapshot(["global/latest.safetensors", "global/step_count.json"], tmp_path), seen.append,
+                            lambda: False)
+    assert [f.read_bytes() for f in files.values()] == [b"w" * 3000, b"{}"]
+    assert seen or action == "reset", "the client itself takes up a download that was cut off"
+
+
+def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
+    master = make_master(remote, outer_lr=1.0, outer_momentum=0.0, squash_every=2)
+    a = Node(remote, max_pending=9)
+    for i in range(6):
+        a.train(2)
+        for fault in [("POST", "/commit/", "lose"), ("POST", "/commit/", 503), ("HEAD", "resolve", 500), ("GET", "resolve", "corrupt"),
+                      ("POST", "/commit/", 409), ("GET", "/tree/", "reset")][i:i + 2]:
+            hub.fault(*fault)
+        a.send()
+        hub.fault("POST", "/commit/", "lose" if i % 2 else 412)
+        master.sync_once()
+        a.see()
+    assert master.state["outer_step"] == 6 and master.state["nodes"]["a"]["steps"] == 12
+    assert all(torch.equal(v, a.work[k]) and torch.equal(v, master.weights[k]) for k, v in a.weights().items())
+    assert len(master.history.splitlines()) == 6
+
+
+# ---- master.py and worker.py, as processes
+
+
+def start(script, *flags, cwd, log):
+    return subprocess.Popen([sys.executable, HERE / script, *flags], cwd=cwd, stdout=open(cwd / log, "a"),
+                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+MASTER = ["--config=smoke", "--inner-steps=10", "--max-steps=120", "--poll-interval=0.1", "--round-timeout=2", "--device=cpu",
+          "--eval-every=60", "--lr=2e-3", "--checkpoint.every-steps=30"]
+
+
+def books(cwd):
+    return json.loads((cwd / "runs/hub/global/step_count.json").read_text())["nodes"]
+
+
+def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
+    master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
+    worker = lambda name: start("worker.py", f"--node-id={name}", "--device=cpu", "--checkpoint.every-steps=15",  # noqa: E731
+                                cwd=tmp_path, log=f"{name}.log")
+    workers, chance = {name: worker(name) for name in "ab"}, random.Random(0)
+    try:
+        for kill in range(6):
+            time.sleep(chance.uniform(3.0, 6.0))
+            if kill % 3 == 0:
+                master.kill()
+                master.wait()
+                master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
+            else:
+                name = "ab"[kill % 2]
+                if workers[name].poll() is None:
+                    workers[name].kill()
+                    workers[name].wait()
+                    workers[name] = worker(name)
+        assert [w.wait(timeout=120) for w in workers.values()] == [0, 0], (tmp_path / "a.log").read_text()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and [b["local_step"] for b in books(tmp_path).values()] != [120, 120]:
+            time.sleep(0.2)
+        master.send_signal(signal.SIGTERM)
+        assert master.wait(timeout=60) == 0
+    finally:
+        for p in (master, *workers.values()):
+            p.kill()
+            p.wait()
+    for name, entry in books(tmp_path).items():
+        assert entry["local_step"] == 120
+    history = [json.loads(line) for line in (tmp_path / "runs/hub/global/history.jsonl").read_text().splitlines()]
+    merged = [(m["node"], m["local_step"]) for line in history for m in line["merged"]]
+    assert len(merged) == len(set(merged)), "nothing is merged twice"
+    for name, entry in books(tmp_path).items():
+        of_node = [m for line in history for m in line["merged"] if m["node"] == name]
+        assert sum(m["steps"] for m in of_node) == entry["steps"]
+
+
+def test_a_worker_waits_and_says_so_and_a_swarm_runs_over_the_hub(hub, tmp_path):
+    repo = f"me/live{len(hub.repos)}"
+    missing = subprocess.run([sys.executable, HERE / "worker.py", f"--hub={repo}", "--node-id=a"], cwd=tmp_path, capture_output=True,
+                             text=True, timeout=60)
+    assert missing.returncode == 2 and "404" in missing.stderr and missing.stderr.count("\n") == 1, missing.stderr
+    hub.push(repo, {})
+    a = start("worker.py", f"--hub={repo}", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
+    deadline = time.monotonic() + 60
+    while "waiting" not in (tmp_path / "a.log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "waiting  for a global model" in (tmp_path / "a.log").read_text()
+    flags = [f"--hub={repo}", *MASTER, "--max-steps=40", "--max-outer-steps=2"]
+    master = subprocess.run([sys.executable, HERE / "master.py", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert master.returncode == 0 and "round       1" in master.stdout, master.stdout + master.stderr
+    assert a.wait(timeout=60) == 0, (tmp_path / "a.log").read_text()
+    pushed = lines_of(tmp_path / "runs/smoke/a", "push")
+    assert sum(p["steps"] for p in pushed) == 40 and pushed[-1]["step"] == 40
+    assert lines_of(tmp_path / "runs/smoke/a", "join")[0] == {"event": "join", "outer_step": 0, "step": 0}

@@ -16,11 +16,17 @@ from trainer import Trainer, TrainingError, build_data, generate
 
 def print_sample(model, config):
     """Continue config.run.sample, as bytes."""
-    model_config, run = config["model"], config["run"]
-    ids = generate(model, list(run["sample"].encode()), 400,
-                   model_config["block_size"], run["seed"])
-    print(f"sample   {'-' * 60}\n"
-          f"{bytes(i for i in ids if i < 256).decode(errors='replace')}\n{'-' * 69}", flush=True)
+    prompt, vocab_size = config["run"]["sample"].encode(), config["model"]["vocab_size"]
+    try:
+        if max(prompt) >= vocab_size:
+            raise ValueError("the prompt is outside the vocabulary")
+        ids = generate(model, list(prompt), 400, config["model"]["block_size"],
+                       config["run"]["seed"])
+    except Exception as e:  # a model that wants labels, say; the run itself is done and saved
+        print(f"notice   no sample: {type(e).__name__}: {e}")
+        return
+    text = bytes(i for i in ids if i < 256).decode(errors="replace")
+    print(f"sample   {'-' * 60}\n{text}\n{'-' * 69}", flush=True)
 
 
 def main(argv):
@@ -30,7 +36,7 @@ def main(argv):
         data = build_data(config)
         model = build_model(config["model"])
         trainer = Trainer(model, config, *data)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, TrainingError) as e:
         # a mistake of the user: one line. Anything else is ours, with its traceback
         return f"error: {e}"
     try:
@@ -42,6 +48,7 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
     if message := main(sys.argv[1:]):
         print(message, file=sys.stderr)
         sys.exit(2)

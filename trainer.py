@@ -32,7 +32,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
+from filelock import FileLock, Timeout
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 IGNORE = -100      # a label that does not count
 WARM_STEPS = 3     # first steps of an invocation, left out of the token rate
@@ -41,6 +42,11 @@ WARM_STEPS = 3     # first steps of an invocation, left out of the token rate
 class TrainingError(RuntimeError):
     """What stops a run and is not a bug:
     a loss that is no number, a full disk, a token out of range."""
+
+
+
+def one_line(e: Exception) -> str:
+    return " ".join(str(e).split()) or type(e).__name__
 
 # ---- data: a pure function of (seed, node id, counter)
 
@@ -121,16 +127,16 @@ class Windows(Dataset):
     enough tokens for one window.
     """
 
-    def __init__(self, source, start: int, stop: int, config: dict, count: int = 0):
+    def __init__(self, source, start: int, stop: int, config: dict, key: str, count: int = 0):
         self.source, self.start, self.tokens, self.count = source, start, stop - start, count
         self.vocab_size, self.block_size = (
             config["model"]["vocab_size"], config["model"]["block_size"])
         self.key = (config["run"]["seed"], config["distributed"]["node_id"])
         self.windows = (self.tokens - 1) // self.block_size
         if self.windows < 1:
-            raise ValueError(f"data.path={config['data']['path']} is too short: "
-                             f"{self.tokens:,} tokens for {'validation' if count else 'training'}, "
-                             f"block_size {self.block_size} needs more")
+            raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} tokens "
+                             f"for {'validation' if count else 'training'} are no window of "
+                             f"model.block_size={self.block_size}; give more text, or a smaller one")
 
     def __len__(self):
         return self.count or self.windows
@@ -146,7 +152,8 @@ class Windows(Dataset):
             first %= self.tokens - self.block_size
         tokens = self.source.read(self.start + first, self.block_size + 1)
         if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            raise TrainingError(f"token {tokens.max()} in the data is outside "
+            strange = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise TrainingError(f"token {strange} in the data is outside "
                                 f"model.vocab_size={self.vocab_size}")
         tokens = torch.from_numpy(tokens.astype(np.int64))
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
@@ -162,8 +169,8 @@ def token_file(path: str) -> tuple:
                 version = np.lib.format.read_magic(f)
                 shape, _, dtype = (np.lib.format.read_array_header_1_0 if version == (1, 0)
                                    else np.lib.format.read_array_header_2_0)(f)
-            except ValueError as e:
-                raise ValueError(f"{path} is no .npy file: {e}") from None
+            except Exception as e:  # numpy reads the header as Python text
+                raise ValueError(f"{path} is no .npy file: {one_line(e)}") from None
             if (len(shape) != 1 or dtype.kind not in "iu"
                     or f.tell() + shape[0] * dtype.itemsize > size):
                 raise ValueError(f"{path} must hold one whole row of integers, not {dtype} {shape}")
@@ -181,9 +188,9 @@ def token_file(path: str) -> tuple:
     return path, dtype, offset, count
 
 
-def find_files(path: str) -> list[str]:
+def find_files(path: str, key: str) -> list[str]:
     """The files that data.path names, in an order that does not depend on the machine.
-    Raises FileNotFoundError."""
+    Raises OSError."""
     if path == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -194,87 +201,138 @@ def find_files(path: str) -> list[str]:
         # only here: training needs no network
         from huggingface_hub import HfFileSystem, hf_hub_download
         fs = HfFileSystem()
-        found = [fs.resolve_path(f)
-                 for f in sorted(fs.find(path) if fs.isdir(path) else fs.glob(path))]
-        found = [hf_hub_download(f.repo_id, f.path_in_repo,
-                                 repo_type=f.repo_type, revision=f.revision) for f in found]
+        try:
+            found = [fs.resolve_path(f)
+                     for f in sorted(fs.find(path) if fs.isdir(path) else fs.glob(path))]
+            found = [hf_hub_download(f.repo_id, f.path_in_repo, repo_type=f.repo_type,
+                                     revision=f.revision) for f in found]
+        except Exception as e:  # the network has many ways to fail
+            raise OSError(f"data.{key}={path}: {one_line(e)}") from e
     elif os.path.isdir(path):
-        found = sorted(str(f) for f in Path(path).rglob("*")
-                       if f.is_file() and not f.name.startswith("."))
+        found = sorted(str(f) for f in Path(path).rglob("*") if f.is_file()
+                       and not any(part.startswith(".") for part in f.relative_to(path).parts))
     else:
         found = [path] if os.path.isfile(path) else sorted(
             f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
     if not found:
-        raise FileNotFoundError(f"data.path={path}: nothing there; "
+        raise FileNotFoundError(f"data.{key}={path}: nothing there; "
                                 f"give a file, a folder, a glob, stdlib or synthetic")
     return found
 
 
-def open_tokens(path: str, vocab_size: int):
-    """The token array behind data.path.
+def open_tokens(config: dict, key: str, without=()):
+    """The token array behind data.path or data.val_path (`key`), leaving files out.
     Raises OSError or ValueError, in one line, for what cannot be used."""
+    path = config["data"][key]
     if path == "synthetic":
-        return Synthetic(vocab_size)
-    tokens = Tokens([token_file(f) for f in find_files(path)])
+        return Synthetic(config["model"]["vocab_size"])
+    out = {os.path.realpath(f[0]) for f in without}
+    files = [f for f in find_files(path, key) if os.path.realpath(f) not in out]
+    tokens = Tokens([token_file(f) for f in files])
     if not len(tokens):
-        raise ValueError(f"data.path={path} is empty")
+        raise ValueError(f"data.{key}={path} is empty"
+                         + (", validation data left out" if without else ""))
     return tokens
 
 
 def build_data(config: dict) -> tuple[Dataset, Dataset]:
     """(training data, validation data), disjoint: data.val_path, or the last tenth of data.path."""
-    data, vocab_size = config["data"], config["model"]["vocab_size"]
-    train = val = open_tokens(data["path"], vocab_size)
-    cut = len(train) - len(train) // 10
-    val_start, val_stop = cut, len(train)
-    if data["val_path"]:
-        val = open_tokens(data["val_path"], vocab_size)
-        cut, val_start, val_stop = len(train), 0, len(val)
-    count = config["run"]["eval_batches"] * data["micro_batch_size"]
-    return Windows(train, 0, cut, config), Windows(val, val_start, val_stop, config, count)
+    count = config["run"]["eval_batches"] * config["data"]["micro_batch_size"]
+    if config["data"]["val_path"]:
+        val = open_tokens(config, "val_path")
+        train = open_tokens(config, "path", without=getattr(val, "files", ()))
+        return (Windows(train, 0, len(train), config, "path"),
+                Windows(val, 0, len(val), config, "val_path", count))
+    both = open_tokens(config, "path")
+    cut = len(both) - len(both) // 10
+    return (Windows(both, 0, cut, config, "path"),
+            Windows(both, cut, len(both), config, "path", count))
+
+
+@contextlib.contextmanager
+def seeded(*parts):
+    """Random numbers as a function of `parts` in here, and as if nothing had been drawn after it."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.manual_seed(mix(*parts) >> 1)
+    np.random.seed(mix(*parts) & 0xFFFFFFFF)
+    random.seed(mix(*parts))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 class Shuffled(Dataset):
-    """A user's map-style Dataset, epoch after epoch, each in a computed order of its own."""
+    """A user's map-style Dataset, epoch after epoch, each in a computed order of its own;
+    what it draws at random for an item (augmentation) depends on the counter alone, too."""
 
     def __init__(self, dataset, config):
         self.dataset, self.key = dataset, (config["run"]["seed"], config["distributed"]["node_id"])
 
     def __getitem__(self, i):
-        epoch, i = divmod(i, len(self.dataset))
-        return self.dataset[permute(i, len(self.dataset), mix(*self.key, epoch))]
+        epoch, item = divmod(i, len(self.dataset))
+        with seeded(*self.key, i, "item"):
+            return self.dataset[permute(item, len(self.dataset), mix(*self.key, epoch))]
 
 
 def worker_init(_):
-    # Ctrl-C is for the training process, which ends its workers
+    # A signal to the whole group is for the training process, which finishes its step and ends its
+    # workers; one that is stuck ends itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(30))
+
+
+def is_map_style(data) -> bool:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def replay(loader, config: dict, position: int):
+    """The batches of somebody else's loader, epoch after epoch, from a position on. What it draws
+    at random is seeded batch by batch, so it draws the same again and the model's dropout never
+    notices."""
+    key, skip = (config["run"]["seed"], config["distributed"]["node_id"]), position
+    for epoch in itertools.count():
+        with seeded(*key, epoch, "epoch"):
+            iterator = iter(loader)
+        for i in itertools.count():
+            with seeded(*key, epoch, i, "batch"):
+                batch = next(iterator, None)
+            if batch is None:
+                break
+            skip -= config["data"]["micro_batch_size"]
+            if skip < 0:
+                yield batch
+        if i == 0:
+            raise TrainingError("the training data gave no batch")
 
 
 def batches(data, config: dict, position: int, device: torch.device):
-    """Yield microbatches for ever, from sample `position` on.
-    `data`: a Dataset, or a DataLoader of the user's."""
-    if not isinstance(data, Dataset):  # somebody else's loader: replay it up to the position
-        skip = position // config["data"]["micro_batch_size"]
-        while True:
-            empty = True
-            for batch in data:
-                empty = False
-                skip -= 1
-                if skip < 0:
-                    yield batch
-            if empty:
-                raise TrainingError("the DataLoader gave no batch")
+    """Yield microbatches for ever, from sample `position` on. `data`: a Dataset, anything with
+    a length and items, or an iterable of batches such as a DataLoader."""
+    if isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=config["data"]["micro_batch_size"])
+    if not is_map_style(data):
+        yield from replay(data, config, position)
+    if not len(data):
+        raise TrainingError("the training data is empty")
     if not isinstance(data, Windows):
         data = Shuffled(data, config)
     c = config["data"]
     pin = device.type == "cuda" if c["pin_memory"] == "auto" else c["pin_memory"] == "true"
     workers = dict(prefetch_factor=c["prefetch_factor"], persistent_workers=True,
                    worker_init_fn=worker_init)
-    yield from DataLoader(
+    iterator = iter(DataLoader(
         data, batch_size=c["micro_batch_size"], sampler=itertools.count(position), pin_memory=pin,
         num_workers=c["num_workers"], **(workers if c["num_workers"] else {}),
-        generator=torch.Generator())  # keep: its own, or each start would move the dropout masks
+        generator=torch.Generator()))  # keep: its own, or each start would move the dropout masks
+    try:
+        yield from iterator
+    finally:
+        if c["num_workers"]:
+            iterator._shutdown_workers()    # now, not when the interpreter ends and signals them
 
 # ---- device, precision, optimizer, learning rate
 
@@ -394,7 +452,7 @@ def as_batch(batch) -> dict:
         batch = (batch,)
     if isinstance(batch, (tuple, list)):
         batch = dict(zip(("input_ids", "labels", "attention_mask"), batch))
-    batch = dict(batch)
+    batch = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
     if "labels" not in batch:
         labels = torch.full_like(batch["input_ids"], IGNORE)
         labels[:, :-1] = batch["input_ids"][:, 1:]
@@ -405,31 +463,61 @@ def as_batch(batch) -> dict:
 
 
 def call_arguments(model: nn.Module, batch: dict) -> tuple[list, dict]:
-    """How to call `model`: labels and extras by name where forward has the name,
-    labels as second argument otherwise."""
-    parameters = inspect.signature(model.forward).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    positional = [p.name for p in parameters.values()
-                  if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    named = {k: v for k, v in batch.items() if k != "input_ids" and (anything or k in parameters)}
-    takes_labels = ("labels" in named or len(positional) < 2 or positional[1] in batch
-                    or "mask" in positional[1])
-    return [batch["input_ids"]] + ([] if takes_labels else [batch["labels"]]), named
+    """How to call `model`: labels and extras by name where forward has the name, labels as second
+    argument where it wants one. transformers' models shift labels once more, so those get none."""
+    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
+        return [batch["input_ids"]], {k: v for k, v in batch.items() if k == "attention_mask"}
+    parameters = inspect.signature(model.forward).parameters.values()
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters}
+    named = {k: v for k, v in batch.items() if k != "input_ids" and (anything or k in names)}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    second = positional[1] if len(positional) > 1 else None
+    takes_labels = "labels" not in named and second is not None and second.name not in batch and (
+        second.default is second.empty or second.name in ("targets", "target", "labels", "y"))
+    return [batch["input_ids"]] + [batch["labels"]] * takes_labels, named
 
 
 def loss_of(output, labels) -> torch.Tensor:
     """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss."""
-    if hasattr(output, "keys"):
-        output = (output["loss"],) if output.get("loss") is not None else (output["logits"],)
-    tensors = [o for o in (output if isinstance(output, (tuple, list)) else (output,))
+    def get(key):
+        return output.get(key) if hasattr(output, "keys") else getattr(output, key, None)
+    found = [o for o in (get("loss"), get("logits")) if o is not None] or output
+    tensors = [o for o in (found if isinstance(found, (tuple, list)) else (found,))
                if isinstance(o, torch.Tensor)]
     for tensor in tensors:
-        if tensor.dim() == 0:
-            return tensor
+        if tensor.numel() == 1:
+            return tensor.reshape(())
+    if not tensors or tensors[0].shape[:-1] != labels.shape:
+        raise TrainingError(f"the model returned {type(output).__name__}, which holds neither a "
+                            f"loss nor logits of shape (B, T, V)")
     logits = tensors[0].float()
     total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(),
                             ignore_index=IGNORE, reduction="sum")
     return total / (labels != IGNORE).sum().clamp(min=1)
+
+
+def batch_loss(forward, model, batch, device, dtype) -> torch.Tensor:
+    """Loss of one batch; `forward` is the model, or the compiled one."""
+    batch = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+    arguments, named = call_arguments(model, batch)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        return loss_of(forward(*arguments, **named), batch["labels"])
+
+
+@torch.no_grad()
+def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
+    """Mean loss over the first run.eval_batches microbatches of `data`, without dropout."""
+    if is_map_style(data) or isinstance(data, IterableDataset):
+        data = DataLoader(data, batch_size=config["data"]["micro_batch_size"])
+    model.eval()
+    with seeded("eval"):    # the same batches each time, and training does not notice
+        losses = [batch_loss(model, model, as_batch(b), device, dtype).item()
+                  for b in itertools.islice(data, config["run"]["eval_batches"])]
+    model.train()
+    if not losses:
+        raise TrainingError("the validation data gave no batch")
+    return sum(losses) / len(losses)
 
 
 @torch.no_grad()
@@ -472,7 +560,7 @@ def write_atomically(path: Path, write) -> None:
     except (OSError, RuntimeError) as e:  # torch.save reports a failed write as a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise TrainingError(f"cannot write {path}: {str(e).splitlines()[0]}") from e
+        raise TrainingError(f"cannot write {path}: {one_line(e)[:200]}") from e
 
 
 def read_checkpoint(path: Path, device="cpu") -> dict:
@@ -482,9 +570,11 @@ def read_checkpoint(path: Path, device="cpu") -> dict:
         with zipfile.ZipFile(path) as z:
             if bad := z.testzip():
                 raise ValueError(f"{bad} does not match its checksum")
-        return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
-        raise ValueError(f"{path} is damaged: {str(e).splitlines()[0]}") from e
+        state = torch.load(path, map_location=device, weights_only=True)
+        state["model"], state["optimizers"], state["random"]  # is it a checkpoint at all?
+        return state
+    except Exception as e:  # a damaged file can fail anywhere in zip, pickle and torch
+        raise ValueError(f"{path} is damaged: {one_line(e)[:200]}") from e
 
 
 def random_state() -> dict:
@@ -551,19 +641,18 @@ class Trainer:
         self.folder = Path(run["output_dir"], run["name"], config["distributed"]["node_id"])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "latest.json.tmp").write_text("")  # can this folder be written?
+            self.lock = FileLock(self.folder / ".lock")     # the kernel drops it with the process
+            self.lock.acquire(timeout=0)
+            (self.folder / "latest.json.tmp").write_text("?")  # can this folder be written?
+        except Timeout:
+            raise ValueError(f"{self.folder}: another process is training in this folder") from None
         except OSError as e:
             raise OSError(f"run.output_dir: cannot write to {self.folder}: {e.strerror}") from e
-        for leftover in self.folder.glob("*.tmp"):  # of a process that was killed while writing
-            leftover.unlink()
-        if run["resume"]:
-            self.resume()
-        elif self.checkpoints():
-            raise ValueError(f"{self.folder} already holds a run: "
-                             f"add --resume to go on, or --name=ANOTHER")
-        else:
-            (self.folder / "metrics.jsonl").write_text("")
-        self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+        try:
+            self.open_folder(run["resume"])
+        except BaseException:
+            self.lock.release()
+            raise
 
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         batch = config["data"]["target_batch_size"]
@@ -577,10 +666,24 @@ class Trainer:
             print(f"expect   a validation loss near {run['expected_loss']:.2f}")
         print(f"folder   {self.folder}", flush=True)
 
+    def open_folder(self, resume: bool):
+        for leftover in self.folder.glob("*.tmp"):  # of a process that was killed while writing
+            leftover.unlink()
+        if resume:
+            self.resume()
+        elif self.checkpoints():
+            raise ValueError(f"{self.folder} already holds a run: "
+                             f"add --resume to go on, or --name=ANOTHER")
+        else:
+            (self.folder / "metrics.jsonl").write_text("")
+        self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+
     # one line per event, the same numbers for a reader, a file and the hooks
 
     def emit(self, event: str, line: str, **payload):
         print(f"{event:<8} {line}", flush=True)
+        payload = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                   for k, v in payload.items()}     # JSON has no infinity
         try:
             self.metrics.write(json.dumps({"event": event, **payload}) + "\n")
             self.metrics.flush()
@@ -592,7 +695,8 @@ class Trainer:
     # checkpoints
 
     def checkpoints(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*.pt"), reverse=True)
+        return sorted((p for p in self.folder.glob("step_*.pt")
+                       if re.fullmatch(r"step_\d{12}\.pt", p.name)), reverse=True)
 
     def save(self):
         """Write step_<step>.pt, point latest.json at it,
@@ -622,7 +726,8 @@ class Trainer:
                 state = read_checkpoint(path)
                 break
             except ValueError as e:
-                print(f"notice   {e}; trying the one before", flush=True)
+                path.rename(path.with_name(path.name + ".damaged"))  # or it would pass for the newest
+                print(f"notice   {e}; set aside, trying the one before", flush=True)
         if state is None:
             raise FileNotFoundError(f"--resume: no usable checkpoint in {self.folder}; "
                                     f"start without --resume")
@@ -644,7 +749,7 @@ class Trainer:
         self.step, self.position, self.tokens, self.best = (
             state[k] for k in ("step", "position", "tokens", "best"))
         set_random_state(state["random"])
-        if self.coordinator:
+        if self.coordinator and state["coordinator"]:
             self.coordinator.load_state_dict(state["coordinator"])
         for section, values in self.config.items():
             for key, value in values.items():
@@ -659,9 +764,9 @@ class Trainer:
         """Drop the lines of metrics.jsonl that steps to come will write again,
         and a line cut off by a kill."""
         path, kept = self.folder / "metrics.jsonl", []
-        for line in (path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for line in (path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
                      if path.exists() else []):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, AttributeError, TypeError):
                 if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
                     kept.append(line)
         kept.append(json.dumps({"event": "resume", "step": step,
@@ -670,14 +775,8 @@ class Trainer:
 
     # the work
 
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
-
     def loss(self, model, batch) -> torch.Tensor:
-        batch = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
-        arguments, named = call_arguments(self.model, batch)
-        with self.autocast():
-            return loss_of(model(*arguments, **named), batch["labels"])
+        return batch_loss(model, self.model, batch, self.device, self.dtype)
 
     def forward_backward(self, microbatches) -> torch.Tensor:
         """Accumulate the gradients of the mean loss of the microbatches,
@@ -692,7 +791,7 @@ class Trainer:
             if self.forward is self.model:
                 raise
             print(f"notice   torch.compile failed, going on without it: "
-                  f"{type(e).__name__}: {str(e).splitlines()[0]}")
+                  f"{type(e).__name__}: {one_line(e)[:200]}")
             self.forward = self.model
             self.zero_grad()
             return self.forward_backward(microbatches)
@@ -702,21 +801,8 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the same run.eval_batches microbatches of val_data each time,
-        without dropout."""
-        self.model.eval()
-        loader = self.val_data
-        if isinstance(loader, Dataset):
-            loader = DataLoader(loader, batch_size=self.config["data"]["micro_batch_size"],
-                                generator=torch.Generator())
-        losses = [self.loss(self.model, as_batch(b)).item()
-                  for b in itertools.islice(loader, self.config["run"]["eval_batches"])]
-        self.model.train()
-        if not losses:
-            raise TrainingError("the validation data gave no batch")
-        return sum(losses) / len(losses)
+        return mean_loss(self.model, self.val_data, self.config, self.device, self.dtype)
 
     def progress(self) -> str:
         return (f"{self.step:>{len(str(self.config['run']['max_steps']))}}/"
@@ -724,7 +810,8 @@ class Trainer:
 
     def eval_and_keep_best(self):
         self.refuse_not_finite()
-        val_loss = self.evaluate()
+        with self.saving_on_trouble():
+            val_loss = self.evaluate()
         if not math.isfinite(val_loss):
             raise TrainingError(f"step {self.step}: the validation loss is {val_loss}")
         if val_loss < self.best["val_loss"]:
@@ -742,57 +829,84 @@ class Trainer:
                                 f"lower optimizer.lr, or look at the data; "
                                 f"the last good checkpoint is {newest}")
 
-    def next_microbatches(self, data) -> list[dict]:
+    @contextlib.contextmanager
+    def saving_on_trouble(self):
+        """Bad data ends the run in one line, with the work so far saved."""
         try:
-            return [as_batch(next(data)) for _ in range(self.config["data"]["accumulation"])]
+            yield
         except (TrainingError, OSError) as e:
-            # out of a DataLoader process it comes with its traceback as text
             if self.step:
                 self.save()
-            raise TrainingError(
-                re.sub(r"^\w[\w.]*Error: ", "", str(e).strip().splitlines()[-1])) from e
+            # out of a DataLoader process it comes with its traceback as text
+            last = (str(e).strip().splitlines() or [""])[-1]
+            raise TrainingError(re.sub(r"^\w[\w.]*Error: ", "", last) or type(e).__name__) from e
 
     def train(self):
         """Run to max_steps, or to a signal, and evaluate and save there. Raises TrainingError."""
-        before = self.catch_signals()
-        try:
-            self.loop()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with self.catching_signals():
+            try:
+                self.loop()
+            finally:
+                self.lock.release(force=True)
 
-    def catch_signals(self) -> dict:
+    @contextlib.contextmanager
+    def catching_signals(self):
         """The first Ctrl-C or SIGTERM ends the run after the step under way,
         the second one ends it at once."""
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        main = threading.current_thread() is threading.main_thread()
+        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
+
+        def restore():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
         def stop(number, _):
             self.stop_signal = signal.Signals(number).name
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            restore()
 
         for number in before:
             signal.signal(number, stop)
-        return before
+        try:
+            yield
+        finally:
+            restore()
 
     def loop(self):
+        if self.coordinator:
+            self.coordinator.start(self)    # may move to another step
+        first = self.step
+        data = batches(self.train_data, self.config, self.position, self.device)
+        with contextlib.closing(data):
+            self.steps(data)
+        if self.coordinator:
+            self.coordinator.finish(self)
+        if self.step == first and not self.stop_signal:
+            print(f"done     already at step {self.step} of {self.config['run']['max_steps']}",
+                  flush=True)
+            return
+        if self.val_data is not None and not self.stop_signal:
+            self.eval_and_keep_best()
+        self.save()
+        if self.stop_signal:
+            print(f"stop     {self.stop_signal}: the state is saved, "
+                  f"--resume goes on from step {self.step}", flush=True)
+
+    def steps(self, data):
         run, c, coordinator = self.config["run"], self.config, self.coordinator
-        data = batches(self.train_data, c, self.position, self.device)
         params = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         first, paused = self.step, 0.0      # paused: time in eval and save, which is not training
         began = window = time.perf_counter()
         window_steps = window_tokens = 0
         self.model.train()
-        if coordinator:
-            coordinator.start(self)
         while self.step < run["max_steps"] and not self.stop_signal:
             lr = c["optimizer"]["lr"] * lr_factor(self.step, c["scheduler"])
+            if coordinator:
+                lr *= coordinator.lr_scale(self.step)
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-            microbatches = self.next_microbatches(data)
+            with self.saving_on_trouble():
+                microbatches = [as_batch(next(data)) for _ in range(c["data"]["accumulation"])]
             loss = self.forward_backward(microbatches)
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -805,6 +919,7 @@ class Trainer:
                 self.scaler.step(optimizer)
             self.scaler.update()
             self.zero_grad()
+            self.last_loss = loss
             self.step += 1
             self.position += c["data"]["target_batch_size"]
             tokens = sum(int(b["attention_mask"].sum()) if "attention_mask" in b
@@ -840,18 +955,6 @@ class Trainer:
                         and self.step % c["checkpoint"]["every_steps"] == 0):
                     self.save()
                 paused += time.perf_counter() - pause
-
-        if coordinator:
-            coordinator.finish(self)
-        if self.step == first:
-            print(f"done     already at step {self.step} of {run['max_steps']}", flush=True)
-            return
-        if self.val_data is not None and not self.stop_signal:
-            self.eval_and_keep_best()
-        self.save()
-        if self.stop_signal:
-            print(f"stop     {self.stop_signal}: the state is saved, "
-                  f"--resume goes on from step {self.step}", flush=True)
 
 
 def duration(seconds: float) -> str:
