@@ -95,7 +95,7 @@ base = dict(
         max_staleness=0,            # refuse deltas older than this many outer steps; 0 = never
         staleness_power=0.0,        # weight (1 + outer steps of age) ** -this; 0 = no weighting
         max_norm_ratio=10.0,        # scale deltas down to this many medians of the norm; 0 = off
-        squash_every=200,           # outer steps between two squashes of a Hub repo's history; 0 = never
+        squash_every=200,           # outer steps between squashes of the Hub's history; 0 = never
         max_outer_steps=0,          # the master stops there; 0 = it goes on
     ),
 )
@@ -116,9 +116,9 @@ configs = dict(
     ),
     # the 124M shape, for one GPU
     gpt2=dict(
-        run=dict(max_steps=20_000, eval_every=500, eval_batches=50),
+        run=dict(max_steps=20_000, eval_every=500, eval_batches=8),
         model=dict(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, d_model=768),
-        data=dict(micro_batch_size=16, target_batch_size=480, num_workers=2),
+        data=dict(micro_batch_size=4, target_batch_size=32, num_workers=2),
         optimizer=dict(lr=6e-4),
         scheduler=dict(warmup_steps=700),
         checkpoint=dict(every_steps=1000),
@@ -140,7 +140,8 @@ AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.
 # What the nodes of a swarm take from the master. Not: paths and devices of a machine, the hub.
 SHARED = [("run", key) for key in ("name", "seed", "precision", "max_steps", "eval_every",
                                    "eval_batches", "expected_loss")]
-SHARED += [(section, key) for section in ("model", "optimizer", "scheduler") for key in base[section]]
+SHARED += [(section, key) for section in ("model", "optimizer", "scheduler")
+           for key in base[section]]
 SHARED += [("data", key) for key in ("path", "val_path", "micro_batch_size", "target_batch_size")]
 SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
                                             "join_warmup", "poll_interval")]
@@ -292,7 +293,7 @@ def derive(config: dict) -> dict:
     check(run["seed"] < 2**63, f"run.seed={run['seed']} does not fit in 63 bits")
     node_id = config["distributed"]["node_id"]
     check(not node_id or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", node_id),
-          f"distributed.node_id={node_id!r} wants up to 64 letters, digits, dots, dashes, underscores")
+          f"distributed.node_id={node_id!r}: up to 64 letters, digits, dots, dashes, underscores")
     check(re.fullmatch(r"[^/\\\0-\x1f]+", run["name"]) and run["name"] not in (".", ".."),
           f"run.name={run['name']} is no folder name")
 

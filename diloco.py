@@ -2,23 +2,29 @@
 DumbDiLoCo: many machines train one model with nothing between them but a repository of files.
 
     hub = FolderTransport("./runs/hub")
-    MasterOuterLoop(hub, settings, weights).run()                        # one machine
-    Trainer(model, config, data, coordinator=DumbDiLoCo(hub, "a", settings)).train()      # each node
+    MasterOuterLoop(hub, settings, weights).run()                                      # one machine
+    Trainer(model, config, data, coordinator=DumbDiLoCo(hub, "a", settings)).train()   # each node
 
 The algorithm (DiLoCo, Douillard et al. 2023, made asynchronous):
-  1. a worker trains `inner_steps` optimizer steps and uploads its pseudo-gradient, baseline - current weights;
+  1. a worker trains `inner_steps` optimizer steps and uploads its pseudo-gradient, baseline -
+     current weights;
   2. it trains on; its baseline moves by what it has sent;
-  3. the master adds up the deltas of each node, averages over the nodes, takes one Nesterov step on the global
-     model and publishes weights, momentum and books in ONE commit, which also deletes what it has merged;
-  4. a worker that sees a new global moves to it and keeps all it has learned that this global does not hold yet.
+  3. the master adds up the deltas of each node, averages over the nodes, takes one Nesterov step on
+     the global model and publishes weights, momentum and books in ONE commit, which also deletes
+     what it has merged;
+  4. a worker that sees a new global moves to it and keeps all it has learned that this global does
+     not hold yet.
 Sign, once for all: delta = before - after, so the global model moves by MINUS the averaged delta.
 
-  global/latest.safetensors      the global model, fp32      global/step_count.json   outer step, hashes, books
-  global/momentum.safetensors    outer momentum, fp32        global/history.jsonl     a line per outer round
-  nodes/<node_id>/delta_<local_step>.safetensors             waiting to be merged
+  global/latest.safetensors                         the global model, fp32
+  global/step_count.json                            outer step, hashes, books
+  global/momentum.safetensors                       outer momentum, fp32
+  global/history.jsonl                              a line per outer round
+  nodes/<node_id>/delta_<local_step>.safetensors    waiting to be merged
 
-Trust: whoever may write to the repository may move the model; what a master can check (shapes, run, replays, numbers
-that are none, outsized norms) it does. It does not authenticate nodes, hide data or keep a fast network busy.
+Trust: whoever may write to the repository may move the model; what a master can check (shapes, run,
+replays, numbers that are none, outsized norms) it does. It does not authenticate nodes, hide data
+or keep a fast network busy.
 """
 import contextlib
 import hashlib
@@ -51,8 +57,8 @@ class Conflict(Exception):
 
 
 class Unavailable(Exception):
-    """The repository cannot be reached now; a commit may or may not have been made. Arguments: what, and the seconds
-    to wait that it asked for, if it did."""
+    """The repository cannot be reached now; a commit may or may not have been made. Arguments:
+    what, and the seconds to wait that it asked for, if it did."""
 
 
 class Refused(Exception):
@@ -88,8 +94,8 @@ class NesterovOuterOptimizer:
         buf = mu**f * buf + g
         W  -= lr * (g + f * mu * buf)
 
-    With f = 1 and no warmup this is torch.optim.SGD(momentum=mu, nesterov=True). Floating buffers of the model
-    (BatchNorm statistics) take the plain average instead.
+    With f = 1 and no warmup this is torch.optim.SGD(momentum=mu, nesterov=True). Floating buffers
+    of the model (BatchNorm statistics) take the plain average instead.
     """
 
     def __init__(self, lr: float, momentum: float, warmup: int = 0):
@@ -105,14 +111,16 @@ class NesterovOuterOptimizer:
 
 
 def wait(seconds: float, stopped):
-    """Sleep, with jitter so that nodes do not march in step, waking up early when stopped() holds."""
+    """Sleep, with jitter so that nodes do not march in step, waking up early when stopped()
+    holds."""
     end = time.monotonic() + seconds * random.uniform(0.8, 1.2)
     while time.monotonic() < end and not stopped():
         time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
 
 def retry(work, log, stopped, longest: float = 300.0):
-    """work(), again and again while the repository is unavailable: 1 s, 2 s, ... up to `longest` between tries.
+    """work(), again and again while the repository is unavailable: 1 s, 2 s, ... up to `longest`
+    between tries.
 
     Returns None when stopped() holds. What does not pass (Refused) is raised at once.
     """
@@ -129,9 +137,9 @@ def retry(work, log, stopped, longest: float = 300.0):
             pause = min(longest, pause * 2)
 
 # ---- transports
-# head() -> version; list(prefix) -> (version, [(path, size)]); snapshot(paths, folder) -> (version, {path: file}),
-# all of one version, missing ones left out; commit(add, delete, expect) -> version, all or nothing, Conflict if
-# `expect` is given and is not the head.
+# head() -> version; list(prefix) -> (version, [(path, size)]); snapshot(paths, folder) -> (version,
+# {path: file}), all of one version, missing ones left out; commit(add, delete, expect) -> version,
+# all or nothing, Conflict if `expect` is given and is not the head.
 
 
 def sha256(path) -> str:
@@ -142,8 +150,8 @@ def sha256(path) -> str:
 class FolderTransport:
     """The repository as a plain folder: one machine, or a shared file system with working locks.
 
-    A commit stages its files, then writes a redo log: from that rename on it is made, and whoever takes the lock
-    next finishes it. A kill at any moment leaves the old state or the new one.
+    A commit stages its files, then writes a redo log: from that rename on it is made, and whoever
+    takes the lock next finishes it. A kill at any moment leaves the old state or the new one.
     """
 
     def __init__(self, root):
@@ -202,7 +210,8 @@ class FolderTransport:
 
     def snapshot(self, paths, folder: Path):
         with contextlib.ExitStack() as stack:
-            with self.locked():  # opened under the lock, copied after it: a commit replaces files, never writes in them
+            # opened under the lock, copied after it: a commit replaces files, never writes in them
+            with self.locked():
                 version, sources = self.head(), {}
                 for path in paths:
                     with contextlib.suppress(FileNotFoundError):
@@ -211,7 +220,8 @@ class FolderTransport:
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 with open(folder / "part", "wb") as f:
                     shutil.copyfileobj(source, f, 1 << 20)
-                # keep: a new file, never new bytes in the old one, which tensors may still be mapped from
+                # keep: a new file, never new bytes in the old one, which tensors may still be
+                # mapped from
                 os.replace(folder / "part", folder / path)
         return version, {path: folder / path for path in sources}
 
@@ -244,16 +254,17 @@ class FolderTransport:
 class HubTransport:
     """The repository as a model repo on the Hugging Face Hub, through huggingface_hub.
 
-    The client retries no commit, waits for ever on a silent server, takes an old file for a new one when a HEAD fails
-    and checks only sizes: hence a timeout, our own retry (above), a resolved commit for every read and a hash for
-    every file. The token is the client's own: HF_TOKEN, or the login.
+    The client retries no commit, waits for ever on a silent server, takes an old file for a new one
+    when a HEAD fails and checks only sizes: hence a timeout, our own retry (above), a resolved
+    commit for every read and a hash for every file. The token is the client's own: HF_TOKEN, or the
+    login.
     """
 
     def __init__(self, repo: str, create=False, private=True):
         import huggingface_hub as hub
         from huggingface_hub.utils import _http, disable_progress_bars
         self.hub, self.repo, self.api = hub, repo, hub.HfApi()
-        self.net_error = hub.errors.HfHubHTTPError.__bases__[0]     # httpx's or httpx2's, by version
+        self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
 
         def client():
             c = _http.default_client_factory()
@@ -273,7 +284,7 @@ class HubTransport:
             yield
         except errors.HFValidationError as e:
             raise Refused(f"--hub={self.repo}: {e}") from e
-        except (self.net_error, OSError, RuntimeError) as e:    # RuntimeError: an upload that failed
+        except (self.net_error, OSError, RuntimeError) as e:  # RuntimeError: an upload that failed
             while not isinstance(e, errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
             raise self.meaning(e) from e
@@ -291,13 +302,15 @@ class HubTransport:
         gone = isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError))
         if status in (400, 401, 402, 403, 404, 413, 422) and not gone:
             return Refused(said + ("" if status == 400 else "; is HF_TOKEN set, and may it write?"))
-        return Unavailable(said, float(after) if after.isdigit() else 60.0 if status == 429 else 0.0)
+        return Unavailable(said, float(after) if after.isdigit()
+                           else 60.0 if status == 429 else 0.0)
 
     def head(self) -> str:
         """One HEAD, on a path whose answer names the newest commit."""
         with self.errors():
             try:
-                return self.hub.get_hf_file_metadata(self.hub.hf_hub_url(self.repo, STEP)).commit_hash
+                return self.hub.get_hf_file_metadata(
+                    self.hub.hf_hub_url(self.repo, STEP)).commit_hash
             except self.hub.errors.RemoteEntryNotFoundError:
                 return self.api.repo_info(self.repo).sha
 
@@ -305,7 +318,8 @@ class HubTransport:
         version = self.head()
         with self.errors():
             try:
-                tree = list(self.api.list_repo_tree(self.repo, prefix.rstrip("/"), recursive=True, revision=version))
+                tree = list(self.api.list_repo_tree(self.repo, prefix.rstrip("/"), recursive=True,
+                                                    revision=version))
             except self.hub.errors.RemoteEntryNotFoundError:
                 tree = []           # no such folder yet
             return version, [(f.path, f.size) for f in tree if hasattr(f, "size")]
@@ -313,14 +327,17 @@ class HubTransport:
     def snapshot(self, paths, folder: Path):
         version, found = self.head(), {}
         folder.mkdir(parents=True, exist_ok=True)
-        with self.errors(), tempfile.TemporaryDirectory(dir=folder) as fresh:   # fresh: nothing stale, bounded disk
+        # fresh: nothing stale, bounded disk
+        with self.errors(), tempfile.TemporaryDirectory(dir=folder) as fresh:
             for info in self.api.get_paths_info(self.repo, list(paths), revision=version):
-                file = Path(self.hub.hf_hub_download(self.repo, info.path, revision=version, local_dir=fresh))
+                file = Path(self.hub.hf_hub_download(self.repo, info.path, revision=version,
+                                                     local_dir=fresh))
                 if info.lfs:
                     whole = sha256(file) == info.lfs.sha256
                 else:
                     data = file.read_bytes()
-                    whole = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == info.blob_id
+                    whole = (hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+                             == info.blob_id)
                 if not whole:
                     raise Unavailable(f"{self.repo}: {info.path} arrived damaged")
                 found[info.path] = folder / info.path
@@ -329,8 +346,10 @@ class HubTransport:
         return version, found
 
     def commit(self, add: dict, delete=(), expect=None, message="update") -> str:
-        operations = [self.hub.CommitOperationAdd(path, content if isinstance(content, bytes) else str(content))
-                      for path, content in add.items()]     # keep: made anew for each try, or a lost answer doubles it
+        operations = [self.hub.CommitOperationAdd(
+                          path, content if isinstance(content, bytes) else str(content))
+                      # keep: made anew for each try, or a lost answer doubles it
+                      for path, content in add.items()]
         operations += [self.hub.CommitOperationDelete(path, is_folder=False) for path in delete]
         try:
             with self.errors():
@@ -348,18 +367,21 @@ class HubTransport:
 
 
 def open_hub(name: str, create=False, private=True):
-    """The transport that --hub names: a folder (starts with . / or file://), or user/name on the Hub."""
+    """The transport that --hub names: a folder (starts with . / or file://), or user/name on the
+    Hub."""
     if name.startswith((".", "/", "file://")):
         return FolderTransport(name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return HubTransport(name, create, private)
-    raise ValueError(f"distributed.hub={name}: wants a folder (./runs/hub) or a Hub repo (user/name)")
+    raise ValueError(f"distributed.hub={name}: wants a folder (./runs/hub) "
+                     f"or a Hub repo (user/name)")
 
 # ---- the master
 
 
 def check_delta(path, expected: dict, limit: int) -> dict:
-    """The header of a delta file, after every check that needs no tensor. Raises ValueError with the reason."""
+    """The header of a delta file, after every check that needs no tensor. Raises ValueError with
+    the reason."""
     size = os.path.getsize(path)
     with open(path, "rb") as f:
         length = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))[0]
@@ -373,7 +395,8 @@ def check_delta(path, expected: dict, limit: int) -> dict:
         raise ValueError(f"unreadable: {str(e).splitlines()[0]}") from None
     if shapes != expected:
         k = next(k for k in sorted(shapes.keys() | expected) if shapes.get(k) != expected.get(k))
-        raise ValueError(f"tensor {k[:80]} is {shapes.get(k, 'missing')}, not {expected.get(k, 'wanted')}")
+        raise ValueError(f"tensor {k[:80]} is {shapes.get(k, 'missing')}, "
+                         f"not {expected.get(k, 'wanted')}")
     try:
         numbers = {k: int(header[k]) for k in ("local_step", "base_outer_step", "steps", "tokens")}
         if min(numbers.values()) < 0 or header["codec"] not in CODECS:
@@ -384,23 +407,27 @@ def check_delta(path, expected: dict, limit: int) -> dict:
 
 
 class MasterOuterLoop:
-    """Merges what the nodes send and publishes. All its state is in the repository: start it anywhere, with an empty
-    disk, and it goes on bit for bit.
+    """Merges what the nodes send and publishes. All its state is in the repository: start it
+    anywhere, with an empty disk, and it goes on bit for bit.
 
-    settings: the section `distributed` of the config. weights, and `published` (what a worker shall know: "config",
-    "buffers"), are used only where the repository holds no model yet. evaluate(weights) -> validation loss, if given,
-    is called before each publication. Raises Refused when another master takes over.
+    settings: the section `distributed` of the config. weights, and `published` (what a worker shall
+    know: "config", "buffers"), are used only where the repository holds no model yet.
+    evaluate(weights) -> validation loss, if given, is called before each publication. Raises
+    Refused when another master takes over.
     """
 
-    def __init__(self, transport, settings: dict, weights=None, published=None, evaluate=None, log=print):
+    def __init__(self, transport, settings: dict, weights=None, published=None, evaluate=None,
+                 log=print):
         self.transport, self.settings, self.evaluate, self.log = transport, settings, evaluate, log
-        self.optimizer = NesterovOuterOptimizer(settings["outer_lr"], settings["outer_momentum"], settings["outer_warmup"])
+        self.optimizer = NesterovOuterOptimizer(settings["outer_lr"], settings["outer_momentum"],
+                                                settings["outer_warmup"])
         self.work = tempfile.TemporaryDirectory(prefix="diloco_")
         self.folder = Path(self.work.name)
         self.stop = False
         self.first_seen = None          # when the first delta of the coming round was seen
         self.version, files = self.read(STEP, WEIGHTS, MOMENTUM, HISTORY)
-        self.content = files[STEP].read_bytes() if STEP in files else None      # the published state, as it stands there
+        # the published state, as it stands there
+        self.content = files[STEP].read_bytes() if STEP in files else None
         if self.content:
             self.state = json.loads(self.content)
             for path, meta in self.state["files"].items():
@@ -415,17 +442,20 @@ class MasterOuterLoop:
             self.weights = {k: v.detach().float().cpu().clone() for k, v in weights.items()}
             self.momentum = {k: torch.zeros_like(v) for k, v in self.weights.items()}
             self.history = b""
-            self.state = {"outer_step": 0, "run_id": os.urandom(8).hex(), "nodes": {}, "norms": [], "progress": 0,
-                          **(published or {}), "files": {}}
+            self.state = {"outer_step": 0, "run_id": os.urandom(8).hex(), "nodes": {}, "norms": [],
+                          "progress": 0, **(published or {}), "files": {}}
             changed = {WEIGHTS: self.weights, MOMENTUM: self.momentum}
-        # Take the repository: from here on the commit of any other master fails, and that one stops.
+        # Take the repository: from here on the commit of any other master fails, and that one
+        # stops.
         self.publish({**self.state, "master": os.urandom(4).hex()}, changed, self.history)
 
     def read(self, *paths):
-        return retry(lambda: self.transport.snapshot(paths, self.folder), self.log, lambda: self.stop)
+        return retry(lambda: self.transport.snapshot(paths, self.folder), self.log,
+                     lambda: self.stop)
 
     def publish(self, state: dict, changed: dict, history: bytes, delete=()):
-        """Put a new state out in one commit. Raises Refused if the one there is not the one this was made from."""
+        """Put a new state out in one commit. Raises Refused if the one there is not the one this
+        was made from."""
         add, files = {HISTORY: history}, dict(state["files"])
         for path, tensors in changed.items():
             add[path] = self.folder / path.replace("/", "_")
@@ -436,9 +466,11 @@ class MasterOuterLoop:
         def commit():
             while True:
                 try:
-                    self.version = self.transport.commit(add, delete, self.version, f"outer step {state['outer_step']}")
+                    self.version = self.transport.commit(add, delete, self.version,
+                                                         f"outer step {state['outer_step']}")
                     return
-                except (Conflict, Unavailable) as e:    # the head has moved, or an answer was lost: look first
+                # the head has moved, or an answer was lost: look first
+                except (Conflict, Unavailable) as e:
                     doubt = e
                 self.version, there = self.transport.snapshot([STEP], self.folder)
                 there = there[STEP].read_bytes() if STEP in there else None
@@ -453,11 +485,12 @@ class MasterOuterLoop:
 
     def must_be_ours(self, there):
         if there != self.content:
-            raise Refused(f"another master has taken the repository over; this one stops at outer step "
-                          f"{self.state['outer_step']}")
+            raise Refused(f"another master has taken the repository over; "
+                          f"this one stops at outer step {self.state['outer_step']}")
 
     def waiting(self):
-        """(version, {node: [(local step, path, size)]}, [(path, reason)] of what is no delta's name)."""
+        """(version, {node: [(local step, path, size)]}, [(path, reason)] of what is no delta's
+        name)."""
         version, found = retry(lambda: self.transport.list("nodes/"), self.log, lambda: self.stop)
         nodes, strange = {}, []
         for path, size in found:
@@ -471,10 +504,12 @@ class MasterOuterLoop:
     def active(self) -> set:
         """Nodes that a round waits for."""
         last = self.state["outer_step"] + 1 - ACTIVE_ROUNDS
-        return {node for node, books in self.state["nodes"].items() if books["outer_step"] >= max(1, last)}
+        return {node for node, books in self.state["nodes"].items()
+                if books["outer_step"] >= max(1, last)}
 
     def due(self, nodes) -> bool:
-        """Whether the round closes now: all are there, or the quorum is, or it has waited long enough."""
+        """Whether the round closes now: all are there, or the quorum is, or it has waited long
+        enough."""
         if not nodes:
             self.first_seen = None
             return False
@@ -484,7 +519,8 @@ class MasterOuterLoop:
                 or time.monotonic() - self.first_seen > self.settings["round_timeout"])
 
     def sync_once(self) -> int:
-        """One outer round over the deltas that are there now. Returns the outer step; without deltas nothing happens.
+        """One outer round over the deltas that are there now. Returns the outer step; without
+        deltas nothing happens.
 
         Raises Refused if another master has published since.
         """
@@ -506,7 +542,8 @@ class MasterOuterLoop:
                 except ValueError as e:
                     refused.append({"path": path, "reason": str(e)})
                     entry = books.setdefault(node, self.new_books())
-                    entry["refused"] = [*entry["refused"], {"local_step": local_step, "reason": str(e)}][-20:]
+                    entry["refused"] = [*entry["refused"],
+                                        {"local_step": local_step, "reason": str(e)}][-20:]
                     entry["refusals"] += 1
                 else:
                     deltas.append(delta)
@@ -521,8 +558,10 @@ class MasterOuterLoop:
         state = {**self.state, "outer_step": outer_step, "nodes": books,
                  "progress": max([self.state["progress"], *(d["local_step"] for d in deltas)]),
                  "norms": [*self.state["norms"], *(d["norm"] for d in deltas)][-64:]}
-        line = {"event": "round", "outer_step": outer_step, "refused": refused, "bytes_in": sum(d["size"] for d in deltas),
-                "merged": [{k: d[k] for k in ("node", "local_step", "base_outer_step", "steps", "tokens", "norm", "loss")}
+        line = {"event": "round", "outer_step": outer_step, "refused": refused,
+                "bytes_in": sum(d["size"] for d in deltas),
+                "merged": [{k: d[k] for k in ("node", "local_step", "base_outer_step", "steps",
+                                              "tokens", "norm", "loss")}
                            for d in deltas]}
         changed, weights, momentum = {}, self.weights, self.momentum
         if merged:
@@ -539,17 +578,20 @@ class MasterOuterLoop:
         self.report(line)
         for d in deltas:
             d["file"].unlink()
-        if merged and self.settings["squash_every"] and outer_step % self.settings["squash_every"] == 0:
+        if (merged and self.settings["squash_every"]
+                and outer_step % self.settings["squash_every"] == 0):
             retry(self.transport.squash, self.log, lambda: self.stop)
         return outer_step
 
     @staticmethod
     def new_books() -> dict:
-        return {"incarnation": "", "local_step": 0, "steps": 0, "lost": 0, "tokens": 0, "loss": None, "outer_step": 0,
-                "base_outer_step": 0, "last_seen": 0.0, "refusals": 0, "refused": []}
+        return {"incarnation": "", "local_step": 0, "steps": 0, "lost": 0, "tokens": 0,
+                "loss": None, "outer_step": 0, "base_outer_step": 0, "last_seen": 0.0,
+                "refusals": 0, "refused": []}
 
     def examine(self, node, local_step, path, size, books) -> dict:
-        """Fetch a delta, check all that can be checked and book it. Raises ValueError with the reason to refuse it."""
+        """Fetch a delta, check all that can be checked and book it. Raises ValueError with the
+        reason to refuse it."""
         model = sum(v.numel() for v in self.weights.values())
         header_limit = 1 << 20 | 400 * len(self.weights)
         if size > 4 * model + header_limit:
@@ -578,12 +620,13 @@ class MasterOuterLoop:
         if self.settings["max_staleness"] and stale > self.settings["max_staleness"]:
             lost = f"{stale} outer steps old, more than max_staleness"
         with safe_open(file, "pt") as f:
-            norms = [torch.linalg.vector_norm(decode({k: f.get_tensor(k)})[k]) for k in self.weights]
+            norms = [torch.linalg.vector_norm(decode({k: f.get_tensor(k)})[k])
+                     for k in self.weights]
         norm = torch.linalg.vector_norm(torch.stack(norms)).item()
         if not norm < float("inf"):
             lost = "it holds numbers that are not finite"
-        entry |= {"incarnation": d["incarnation"], "local_step": local_step, "loss": d["loss"], "last_seen": time.time(),
-                  "base_outer_step": d["base_outer_step"]}
+        entry |= {"incarnation": d["incarnation"], "local_step": local_step, "loss": d["loss"],
+                  "last_seen": time.time(), "base_outer_step": d["base_outer_step"]}
         if lost:
             entry["lost"] += d["steps"]
             raise ValueError(lost)
@@ -597,7 +640,8 @@ class MasterOuterLoop:
         return {**d, "node": node, "norm": norm * scale, "scale": scale, "size": size, "file": kept}
 
     def merge(self, deltas, active: int, contributors: int):
-        """New (weights, momentum, norm of the step), a tensor at a time: memory does not grow with the deltas.
+        """New (weights, momentum, norm of the step), a tensor at a time: memory does not grow with
+        the deltas.
 
         Fixed order, nodes by name and each by step, so the order of arrival cannot change a bit.
         """
@@ -606,7 +650,8 @@ class MasterOuterLoop:
         for name, weight in self.weights.items():
             g = torch.zeros_like(weight)
             for d in deltas:
-                with safe_open(d["file"], "pt") as f:   # opened for each tensor: nothing stays mapped
+                # opened for each tensor: nothing stays mapped
+                with safe_open(d["file"], "pt") as f:
                     g.add_(decode({name: f.get_tensor(name)})[name], alpha=d["scale"])
             if name in self.state.get("buffers", ()):
                 weights[name], momentum[name] = weight - g / contributors, self.momentum[name]
@@ -622,14 +667,16 @@ class MasterOuterLoop:
         nodes = sorted({m["node"] for m in line["merged"]})
         if nodes:
             val = f" | val {line['val_loss']:.4f}" if "val_loss" in line else ""
-            self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/{len(self.active())} {','.join(nodes)[:40]} | "
+            self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/{len(self.active())} "
+                     f"{','.join(nodes)[:40]} | "
                      f"norm {line['norm']:.3f}{val} | {line['bytes_in'] / 1e6:.1f} MB in | "
                      f"{line['bytes_out'] / 1e6:.1f} MB out | {line['seconds']:.1f} s")
 
     def run(self):
         """Round after round, until `stop` is set or max_outer_steps is reached."""
         seen = None
-        while not self.stop and not 0 < self.settings["max_outer_steps"] <= self.state["outer_step"]:
+        while not self.stop and not (
+                0 < self.settings["max_outer_steps"] <= self.state["outer_step"]):
             head = retry(self.transport.head, self.log, lambda: self.stop)
             if head != seen or self.first_seen:
                 _, nodes, strange = self.waiting()
@@ -646,11 +693,13 @@ def swarm_tensors(model) -> dict:
     state = model.state_dict()
     named = dict(model.named_parameters())
     seen = {p.data_ptr() for p in named.values()}
-    return named | {k: v for k, v in state.items() if k not in named and v.is_floating_point() and v.data_ptr() not in seen}
+    return named | {k: v for k, v in state.items()
+                    if k not in named and v.is_floating_point() and v.data_ptr() not in seen}
 
 
 def read_published(transport, folder: Path, log=print, stopped=lambda: False):
-    """(state, weights file) of the newest global model, checked; waits, saying so, while there is none."""
+    """(state, weights file) of the newest global model, checked; waits, saying so, while there is
+    none."""
     said = False
     while not stopped():
         _, files = retry(lambda: transport.snapshot([STEP, WEIGHTS], folder), log, stopped)
@@ -672,13 +721,14 @@ class DumbDiLoCo:
     Its invariant, in tensors of the model's shapes:
         weights  = G - sent, not merged - unsent           G: the global model installed last
         baseline = G - sent, not merged                    so weights = baseline - unsent
-    A background thread does all input and output. Training waits for it only at the start, at the end, and at each
-    boundary with settings["wait"].
+    A background thread does all input and output. Training waits for it only at the start, at the
+    end, and at each boundary with settings["wait"].
     """
 
     def __init__(self, transport, node_id: str, settings: dict, log=print):
         if not NODE_ID.fullmatch(node_id):
-            raise ValueError(f"distributed.node_id={node_id!r}: wants letters, digits, dot, dash, underscore; at most 64")
+            raise ValueError(f"distributed.node_id={node_id!r}: wants letters, digits, dot, dash, "
+                             f"underscore; at most 64")
         self.transport, self.node_id, self.settings, self.log = transport, node_id, settings, log
         self.incarnation = f"{time.time_ns():020d}-{os.urandom(4).hex()}"
         self.work = tempfile.TemporaryDirectory(prefix="diloco_")
@@ -694,8 +744,9 @@ class DumbDiLoCo:
     # what a checkpoint holds
 
     def state_dict(self) -> dict:
-        return {"incarnation": self.incarnation, "baseline": self.baseline, "last_sent": self.last_sent,
-                "tokens_sent": self.tokens_sent, "outer_step": self.state["outer_step"], "run_id": self.state["run_id"],
+        return {"incarnation": self.incarnation, "baseline": self.baseline,
+                "last_sent": self.last_sent, "tokens_sent": self.tokens_sent,
+                "outer_step": self.state["outer_step"], "run_id": self.state["run_id"],
                 "sending": self.sending and {k: self.sending[k] for k in ("local_step", "delta")}}
 
     def load_state_dict(self, state: dict):
@@ -716,35 +767,43 @@ class DumbDiLoCo:
             self.reconcile(trainer, new)
         else:
             if self.saved:
-                self.log("notice   the checkpoint is of another run of this hub: joining as a new node")
+                self.log("notice   the checkpoint is of another run of this hub: "
+                         "joining as a new node")
             self.baseline = new
             self.set_weights(new)
-            trainer.step = max(trainer.step, self.state["progress"]) if not self.saved else self.state["progress"]
+            trainer.step = (max(trainer.step, self.state["progress"]) if not self.saved
+                            else self.state["progress"])
             trainer.position = trainer.step * trainer.config["data"]["target_batch_size"]
             self.last_sent, self.tokens_sent = trainer.step, trainer.tokens
         self.joined = trainer.step
-        trainer.emit("join", f"{trainer.progress()} | {self.node_id} joined at outer step {self.state['outer_step']}",
+        trainer.emit("join", f"{trainer.progress()} | {self.node_id} joined "
+                     f"at outer step {self.state['outer_step']}",
                      outer_step=self.state["outer_step"], step=trainer.step)
         self.thread = threading.Thread(target=self.exchange, daemon=True)
         self.thread.start()
 
     def reconcile(self, trainer, new: dict):
-        """After a restart: what the hub has of this incarnation, waiting or merged, is not trained again."""
+        """After a restart: what the hub has of this incarnation, waiting or merged, is not trained
+        again."""
         saved, self.incarnation = self.saved, self.saved["incarnation"]
         books = self.state["nodes"].get(self.node_id, {})
         if books.get("incarnation", "") > self.incarnation:
-            raise Refused(f"another worker has taken over the node id {self.node_id}; use another --node-id")
+            raise Refused(f"another worker has taken over the node id {self.node_id}; "
+                          f"use another --node-id")
         merged = books["local_step"] if books.get("incarnation") == self.incarnation else 0
         waiting = []
-        _, found = retry(lambda: self.transport.list(f"nodes/{self.node_id}/"), self.log, lambda: False)
+        _, found = retry(lambda: self.transport.list(f"nodes/{self.node_id}/"), self.log,
+                         lambda: False)
         for path, _ in found:
             match = DELTA.fullmatch(path)
             if match and int(match[2]) > merged:
-                _, files = retry(lambda: self.transport.snapshot([path], self.folder), self.log, lambda: False)
+                _, files = retry(lambda: self.transport.snapshot([path], self.folder), self.log,
+                                 lambda: False)
                 with contextlib.suppress(SafetensorError, KeyError, ValueError):
                     with safe_open(files[path], "pt") as f:
                         if f.metadata()["incarnation"] == self.incarnation:
-                            waiting.append((int(match[2]), decode({k: f.get_tensor(k) for k in f.keys()})))
+                            waiting.append((int(match[2]),
+                                            decode({k: f.get_tensor(k) for k in f.keys()})))
         self.sent = sorted(waiting, key=lambda item: item[0])
         known = max([merged, saved["last_sent"], *(step for step, _ in self.sent)])
         weights = {k: v.detach().float().cpu() for k, v in self.tensors.items()}
@@ -755,7 +814,8 @@ class DumbDiLoCo:
             trainer.step = known
             trainer.position = known * trainer.config["data"]["target_batch_size"]
             tokens_sent = trainer.tokens
-        elif sending and known >= sending["local_step"]:    # on its way when it was written, and it has arrived
+        # on its way when it was written, and it has arrived
+        elif sending and known >= sending["local_step"]:
             unsent = {k: v - sending["delta"][k] for k, v in unsent.items()}
         self.last_sent, self.tokens_sent = known, tokens_sent
         self.rebase(new)
@@ -800,22 +860,26 @@ class DumbDiLoCo:
                 self.baseline[k] -= delta[k]
 
     def push(self, trainer, last=False):
-        """Hand baseline - weights to the background thread, unless one is on its way or the master has not merged."""
-        if self.sending or self.last_sent == trainer.step or not last and len(self.sent) >= self.settings["max_pending"]:
+        """Hand baseline - weights to the background thread, unless one is on its way or the master
+        has not merged."""
+        if (self.sending or self.last_sent == trainer.step
+                or not last and len(self.sent) >= self.settings["max_pending"]):
             return
         delta = {k: self.baseline[k] - v.detach().float().cpu() for k, v in self.tensors.items()}
         if not all(v.isfinite().all() for v in delta.values()):
             raise Refused(f"the weights are not finite at step {trainer.step}: nothing was sent")
         stored = encode(delta, self.settings["codec"])
-        header = {"run_id": self.state["run_id"], "node_id": self.node_id, "incarnation": self.incarnation,
-                  "local_step": trainer.step, "base_outer_step": self.state["outer_step"],
-                  "steps": trainer.step - self.last_sent, "tokens": trainer.tokens - self.tokens_sent,
+        header = {"run_id": self.state["run_id"], "node_id": self.node_id,
+                  "incarnation": self.incarnation, "local_step": trainer.step,
+                  "base_outer_step": self.state["outer_step"],
+                  "steps": trainer.step - self.last_sent,
+                  "tokens": trainer.tokens - self.tokens_sent,
                   "loss": float(trainer.last_loss), "codec": self.settings["codec"]}
         path = f"nodes/{self.node_id}/delta_{trainer.step}.safetensors"
         with self.wake:
-            self.sending = {"local_step": trainer.step, "delta": decode(stored), "stored": stored, "path": path,
-                            "header": {k: str(v) for k, v in header.items()}, "tokens": trainer.tokens,
-                            "began": time.monotonic()}
+            self.sending = {"local_step": trainer.step, "delta": decode(stored), "stored": stored,
+                            "path": path, "header": {k: str(v) for k, v in header.items()},
+                            "tokens": trainer.tokens, "began": time.monotonic()}
             self.wake.notify()
 
     def take_results(self, trainer):
@@ -824,7 +888,8 @@ class DumbDiLoCo:
             raise self.failed
         sending, arrived = self.sending, self.arrived
         if arrived and sending and self.covers(arrived[0], sending["local_step"]):
-            self.done = self.done or sending            # it is in the new global before its own answer has come
+            # it is in the new global before its own answer has come
+            self.done = self.done or sending
         if self.done:
             for k, v in self.done["delta"].items():
                 self.baseline[k] -= v
@@ -832,8 +897,10 @@ class DumbDiLoCo:
             steps = self.done["local_step"] - self.last_sent
             self.last_sent, self.tokens_sent = self.done["local_step"], self.done["tokens"]
             size, seconds = self.done.get("size", 0), time.monotonic() - self.done["began"]
-            trainer.emit("push", f"{trainer.progress()} | {steps} steps | {size / 1e6:.1f} MB | {seconds:.1f} s",
-                         step=self.done["local_step"], base_outer_step=int(self.done["header"]["base_outer_step"]),
+            trainer.emit("push", f"{trainer.progress()} | {steps} steps | {size / 1e6:.1f} MB | "
+                         f"{seconds:.1f} s",
+                         step=self.done["local_step"],
+                         base_outer_step=int(self.done["header"]["base_outer_step"]),
                          steps=steps, bytes=size, seconds=seconds)
             self.done = self.sending = None
         if arrived:
@@ -850,18 +917,22 @@ class DumbDiLoCo:
         """Move to a newer global model, keeping the work it does not hold."""
         began, books = time.monotonic(), state["nodes"].get(self.node_id, {})
         if books.get("incarnation", "") > self.incarnation:
-            raise Refused(f"another worker has taken over the node id {self.node_id}; use another --node-id")
+            raise Refused(f"another worker has taken over the node id {self.node_id}; "
+                          f"use another --node-id")
         for refused in books.get("refused", ()):
             if any(step == refused["local_step"] for step, _ in self.sent):
-                trainer.emit("refused", f"{trainer.progress()} | the delta of step {refused['local_step']}: "
-                             f"{refused['reason']}", step=refused["local_step"], reason=refused["reason"])
+                trainer.emit("refused",
+                             f"{trainer.progress()} | the delta of step {refused['local_step']}: "
+                             f"{refused['reason']}",
+                             step=refused["local_step"], reason=refused["reason"])
         unsent = {k: self.baseline[k] - v.detach().float().cpu() for k, v in self.tensors.items()}
         self.sent = [(step, delta) for step, delta in self.sent if not self.covers(state, step)]
         self.state = state
         self.rebase(new)
         self.set_weights({k: self.baseline[k] - unsent[k] for k in unsent})
-        trainer.emit("install", f"{trainer.progress()} | outer step {state['outer_step']}", step=trainer.step,
-                     outer_step=state["outer_step"], seconds=time.monotonic() - began)
+        trainer.emit("install", f"{trainer.progress()} | outer step {state['outer_step']}",
+                     step=trainer.step, outer_step=state["outer_step"],
+                     seconds=time.monotonic() - began)
 
     def wait_for_round(self, trainer):
         """The synchronous algorithm: go on when the round with this node's work is published."""
@@ -894,7 +965,8 @@ class DumbDiLoCo:
     def look(self):
         """Fetch the global model if it is a newer one."""
         _, files = retry(lambda: self.transport.snapshot([STEP], self.folder), self.log, self.hurry)
-        if json.loads(files[STEP].read_bytes())["outer_step"] > self.state["outer_step"] or self.told(files[STEP]):
+        if (json.loads(files[STEP].read_bytes())["outer_step"] > self.state["outer_step"]
+                or self.told(files[STEP])):
             state, file = read_published(self.transport, self.folder, self.log, self.hurry)
             self.arrived = state, load_file(file)
 
@@ -910,11 +982,13 @@ class DumbDiLoCo:
 
         def commit():
             try:
-                self.transport.commit({sending["path"]: file}, message=f"{self.node_id} step {sending['local_step']}")
+                self.transport.commit({sending["path"]: file},
+                                      message=f"{self.node_id} step {sending['local_step']}")
             except Unavailable:     # a lost answer: has it arrived, or even been merged?
                 _, files = self.transport.snapshot([STEP, sending["path"]], self.folder)
                 if not (sending["path"] in files and sha256(files[sending["path"]]) == sha256(file)
-                        or self.covers(json.loads(files[STEP].read_bytes()), sending["local_step"])):
+                        or self.covers(json.loads(files[STEP].read_bytes()),
+                                       sending["local_step"])):
                     raise
         retry(commit, self.log, self.hurry)
         return {**sending, "size": size}

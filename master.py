@@ -38,12 +38,14 @@ def main(argv):
         model = build_model(config["model"])
         tensors = swarm_tensors(model)
         parameters = dict(model.named_parameters())
-        published = {"config": shared_settings(config), "buffers": [k for k in tensors if k not in parameters]}
+        published = {"config": shared_settings(config),
+                     "buffers": [k for k in tensors if k not in parameters]}
         hub = open_hub(config["distributed"]["hub"], create=True,
                        private=config["distributed"]["private"])
         loop = MasterOuterLoop(hub, config["distributed"], tensors, published)
         if loop.state["config"] != json.loads(json.dumps(published["config"])):
-            print("notice   this hub holds a run already: its model, data and schedule settings are the ones that count")
+            print("notice   this hub holds a run already: its model, data and schedule settings "
+                  "are the ones that count")
         config = load_config(argv, loop.state["config"])
         loop.evaluate = validation(config) if config["run"]["eval_every"] else None
     except (ValueError, OSError, Refused) as e:
@@ -57,7 +59,8 @@ def main(argv):
         loop.run()
     except (Refused, TrainingError) as e:
         return f"error: {e}"
-    print(f"stop     at outer step {loop.state['outer_step']}: all is on the hub, start it again anywhere", flush=True)
+    print(f"stop     at outer step {loop.state['outer_step']}: all is on the hub, "
+          f"start it again anywhere", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ def wide(x) -> torch.dtype:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of the logits `hidden @ weight.T`, a few rows at a time.
 
-    hidden (N, D), weight (V, D), labels (N,) -> scalar; labels of -100, like all below 0, do not count, and with none
-    left it is 0. The gradients are made while a chunk's logits exist, so nothing of size (N, V) is
-    ever held. They wait unscaled for backward, so the loss scale of fp16 arrives in time and a
-    probability over N cannot underflow.
+    hidden (N, D), weight (V, D), labels (N,) -> scalar; labels of -100, like all below 0, do not
+    count, and with none left it is 0. The gradients are made while a chunk's logits exist, so
+    nothing of size (N, V) is ever held. They wait unscaled for backward, so the loss scale of fp16
+    arrives in time and a probability over N cannot underflow.
     """
     CHUNK = 1 << 23  # logits held at once: 32 MiB in fp32, whatever the vocabulary
 

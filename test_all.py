@@ -115,7 +115,7 @@ def test_order_of_flags_does_not_matter_and_command_line_wins():
     assert (one == two and one["optimizer"]["lr"] == 0.5 and one["model"]["d_model"] == 768
             and one["run"]["name"] == "gpt2")
     assert load_config([])["run"]["name"] == "small"
-    assert (one["data"]["accumulation"] == 30 and one["scheduler"]["max_steps"] == 20_000
+    assert (one["data"]["accumulation"] == 8 and one["scheduler"]["max_steps"] == 20_000
             and one["model"]["d_ff"] == 2048)
     assert config_module.base["optimizer"]["lr"] == 1e-3, "a load must not change the defaults"
 
@@ -764,7 +764,8 @@ def test_half_precision_model_and_negative_labels():
     labels = ids.clone()
     labels[:, ::2] = -1
     other = labels.masked_fill(labels < 0, -100)
-    assert m(ids, labels=labels)["loss"] == m(ids, labels=other)["loss"] != m(ids, labels=ids)["loss"]
+    assert (m(ids, labels=labels)["loss"] == m(ids, labels=other)["loss"]
+            != m(ids, labels=ids)["loss"])
 
 # ---- train.py, as processes
 
@@ -977,7 +978,8 @@ class Answer(BaseHTTPRequestHandler):
         route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
         hub.counts[f"{self.command} {route}"] += 1
         for fault in hub.faults:
-            if fault["count"] and re.search(fault["method"], self.command) and re.search(fault["path"], path):
+            if (fault["count"] and re.search(fault["method"], self.command)
+                    and re.search(fault["path"], path)):
                 fault["count"] -= 1
                 self.action = fault["action"]
                 if self.action == "reset":
@@ -1039,16 +1041,21 @@ class Answer(BaseHTTPRequestHandler):
             repo, verb, revision, rest = match.groups()
             sha, files = self.at(hub, repo, revision or "main")
             if verb in (None, "revision"):
-                return self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []})
+                return self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True,
+                                       "tags": []})
             if verb == "tree":
-                under = [self.info(p, o) for p, o in sorted(files.items()) if p.startswith((rest or "") + "/")]
+                under = [self.info(p, o) for p, o in sorted(files.items())
+                         if p.startswith((rest or "") + "/")]
                 if not under:
                     return self.error(404, "EntryNotFound")
                 first = int(query.get("cursor", ["0"])[0])
-                more = {"Link": f'<{hub.url}{path}?recursive=true&cursor={first + 100}>; rel="next"'}
-                return self.send(200, under[first:first + 100], **(more if len(under) > first + 100 else {}))
+                more = {"Link": f'<{hub.url}{path}?recursive=true&cursor={first + 100}>; '
+                                f'rel="next"'}
+                return self.send(200, under[first:first + 100],
+                                 **(more if len(under) > first + 100 else {}))
             if verb == "paths-info":
-                wanted = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())["paths"]
+                wanted = (json.loads(body)["paths"] if body[:1] == b"{"
+                          else parse_qs(body.decode())["paths"])
                 return self.send(200, [self.info(p, files[p]) for p in wanted if p in files])
             if verb == "preupload":
                 return self.send(200, {"files": [
@@ -1075,7 +1082,8 @@ class Answer(BaseHTTPRequestHandler):
                             return self.error(404, "EntryNotFound")
                         del files[value["path"]]
                 sha = hub.push(repo, files)
-                return self.send(200, {"success": True, "commitOid": sha, "commitUrl": f"{hub.url}/{repo}/commit/{sha}"})
+                return self.send(200, {"success": True, "commitOid": sha,
+                                       "commitUrl": f"{hub.url}/{repo}/commit/{sha}"})
             return self.error(404)
         except LookupError as e:
             return self.error(404, e.args[0])
@@ -1094,8 +1102,8 @@ def hub(tmp_path_factory):
 
 # ---- diloco.py: the laws
 
-SWARM = {**config_module.base["distributed"], "codec": "fp32", "outer_warmup": 0, "poll_interval": 0.05,
-         "round_timeout": 0.0, "max_norm_ratio": 0.0}
+SWARM = {**config_module.base["distributed"], "codec": "fp32", "outer_warmup": 0,
+         "poll_interval": 0.05, "round_timeout": 0.0, "max_norm_ratio": 0.0}
 
 
 class Net(nn.Module):
@@ -1110,14 +1118,16 @@ class Node:
     """A DumbDiLoCo without its thread: the test says when something is sent and seen."""
 
     def __init__(self, transport, name="a", saved=None, **settings):
-        self.model, self.step, self.tokens, self.position, self.last_loss = Net(), 0, 0, 0, torch.tensor(1.0)
+        self.model, self.step, self.tokens, self.position, self.last_loss = (
+            Net(), 0, 0, 0, torch.tensor(1.0))
         self.stop_signal, self.config, self.events = None, {"data": {"target_batch_size": 2}}, []
         self.work = {k: torch.zeros_like(v) for k, v in diloco.swarm_tensors(self.model).items()}
         self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings}, log=lambda line: None)
         self.node.exchange = lambda: None
         if saved:
             self.model.load_state_dict(saved["model"])
-            self.step, self.position, self.tokens = saved["step"], saved["step"] * 2, saved["tokens"]
+            self.step, self.position, self.tokens = (
+                saved["step"], saved["step"] * 2, saved["tokens"])
             self.node.load_state_dict(saved["coordinator"])
         self.node.start(self)
 
@@ -1131,7 +1141,8 @@ class Node:
         for _ in range(steps):
             self.step, self.tokens = self.step + 1, self.tokens + 10
             for k, v in diloco.swarm_tensors(self.model).items():
-                move = torch.randint(-8, 9, v.shape) * size    # multiples of a power of two: sums are exact
+                # multiples of a power of two: sums are exact
+                move = torch.randint(-8, 9, v.shape) * size
                 self.work[k] += move
                 with torch.no_grad():
                     v += move
@@ -1191,7 +1202,8 @@ def test_nesterov_is_torch_sgd():
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
 @pytest.mark.parametrize("seed", range(6))
 def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
-    """With a plain outer sum, whatever the interleaving, a node's weights are all it has learned."""
+    """With a plain outer sum, whatever the interleaving, a node's weights are all it has
+    learned."""
     chance = random.Random(seed)
     master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
     a = Node(folder, codec=codec, max_pending=99)
@@ -1208,7 +1220,8 @@ def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
         elif action == "see":
             a.see()
         exact = codec == "fp32"
-        assert all(torch.allclose(v, a.work[k], atol=0 if exact else 0.1) for k, v in a.weights().items())
+        assert all(torch.allclose(v, a.work[k], atol=0 if exact else 0.1)
+                   for k, v in a.weights().items())
     for _ in range(3):      # what rounding held back goes out with the next delta
         a.node.take_results(a)
         a.train(size=0.0)
@@ -1218,7 +1231,8 @@ def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
         a.see()
     assert all(torch.allclose(master.weights[k], a.work[k], atol=1e-4) for k in a.work)
     books = master.state["nodes"]["a"]
-    assert books["steps"] == a.step and books["lost"] == 0 and books["tokens"] == a.tokens and not a.node.sent
+    assert (books["steps"] == a.step and books["lost"] == 0 and books["tokens"] == a.tokens
+            and not a.node.sent)
 
 
 def test_two_nodes_average_and_buffers_average_without_momentum(folder):
@@ -1284,7 +1298,8 @@ def test_a_master_killed_between_any_two_calls_is_replaced_bit_for_bit(tmp_path,
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
 
     def story(path, n):
-        """Three rounds; with n, the master dies at its n-th call, and one with an empty disk takes over."""
+        """Three rounds; with n, the master dies at its n-th call, and one with an empty disk takes
+        over."""
         torch.manual_seed(1)
         hub, master, died = diloco.FolderTransport(path), None, False
         make_master(hub)
@@ -1348,7 +1363,8 @@ def test_a_worker_killed_anywhere_goes_on_and_the_books_balance(folder, seed):
     a.see()
     books = master.state["nodes"]["a"]
     assert books["steps"] + books["lost"] == a.step and books["lost"] == 0
-    assert all(torch.equal(v, master.weights[k]) for k, v in a.weights().items()), "all it has learned is in the global"
+    assert all(torch.equal(v, master.weights[k])
+               for k, v in a.weights().items()), "all it has learned is in the global"
 
 
 def test_two_masters_one_stops(folder):
@@ -1379,7 +1395,8 @@ def test_two_workers_with_one_node_id(folder):
     old.train(4)
     old.send()
     master.sync_once()
-    assert master.state["nodes"]["a"]["steps"] == 5 and "taken over" in master.state["nodes"]["a"]["refused"][-1]["reason"]
+    assert (master.state["nodes"]["a"]["steps"] == 5
+            and "taken over" in master.state["nodes"]["a"]["refused"][-1]["reason"])
     with pytest.raises(diloco.Refused, match="another worker has taken over the node id a"):
         old.see()
 
@@ -1402,8 +1419,8 @@ def test_reader_sees_one_version(folder):
 
 def delta_file(path, tensors=None, **header):
     tensors = tensors or {k: torch.ones_like(v) for k, v in diloco.swarm_tensors(Net()).items()}
-    meta = dict(run_id="?", node_id="bad", incarnation="1", local_step="5", base_outer_step="0", steps="5", tokens="1",
-                loss="1.0", codec="fp32") | header
+    meta = dict(run_id="?", node_id="bad", incarnation="1", local_step="5", base_outer_step="0",
+                steps="5", tokens="1", loss="1.0", codec="fp32") | header
     save_file(tensors, path, metadata={k: str(v) for k, v in meta.items()})
     return path.read_bytes()
 
@@ -1413,14 +1430,19 @@ def bad_deltas(tmp_path, run_id):
     count = iter(range(10, 99))
 
     def make(tensors=None, **header):
-        return delta_file(tmp_path / "x", tensors, **{"run_id": run_id, "incarnation": next(count), **header})
+        return delta_file(tmp_path / "x", tensors,
+                          **{"run_id": run_id, "incarnation": next(count), **header})
     inf, nan = ({**good, "b": torch.full((5,), float(v))} for v in ("inf", "nan"))
     return {
         "not finite": [make(inf), make(nan)],
-        "tensor": [make({"w": good["w"]}), make({**good, "b": torch.ones(6)}), make({**good, "extra": torch.ones(1)})],
-        "another run": [make(run_id="0000")], "header says": [make(node_id="other"), make(local_step=6)],
-        "unreadable": [make()[:-9]], "no safetensors file": [b"hello", struct.pack("<Q", 1 << 30) + b"{}" * 50, b""],
-        "which does not exist": [make(base_outer_step=99)], "lacks something": [make(codec="zip"), make(steps="many"), make(steps=-1)],
+        "tensor": [make({"w": good["w"]}), make({**good, "b": torch.ones(6)}),
+                   make({**good, "extra": torch.ones(1)})],
+        "another run": [make(run_id="0000")],
+        "header says": [make(node_id="other"), make(local_step=6)],
+        "unreadable": [make()[:-9]],
+        "no safetensors file": [b"hello", struct.pack("<Q", 1 << 30) + b"{}" * 50, b""],
+        "which does not exist": [make(base_outer_step=99)],
+        "lacks something": [make(codec="zip"), make(steps="many"), make(steps=-1)],
         "more than this model can need": [b"0" * (1 << 21)],
     }
 
@@ -1443,10 +1465,11 @@ def test_bad_deltas_are_refused_by_name_and_the_round_goes_on(folder, tmp_path):
             assert all(v.isfinite().all() for v in master.weights.values())
             assert folder.list("nodes/")[1] == []
     a.see()
-    replay = a.node.upload(a.node.sending or {"stored": a.work, "path": "nodes/a/delta_1.safetensors", "local_step": 1,
-                           "header": {**{k: "1" for k in ("steps", "tokens", "loss", "base_outer_step")}, "local_step": "1",
-                                      "run_id": master.state["run_id"], "node_id": "a", "codec": "fp32",
-                                      "incarnation": a.node.incarnation}})
+    replay = a.node.upload(a.node.sending or {
+        "stored": a.work, "path": "nodes/a/delta_1.safetensors", "local_step": 1,
+        "header": {**{k: "1" for k in ("steps", "tokens", "loss", "base_outer_step")},
+                   "local_step": "1", "run_id": master.state["run_id"], "node_id": "a",
+                   "codec": "fp32", "incarnation": a.node.incarnation}})
     weights = master.weights
     master.sync_once()
     assert replay and "replay" in master.lines[-1] and master.weights is weights
@@ -1466,7 +1489,8 @@ def test_the_refused_worker_is_told_and_goes_on_from_the_global(folder):
     a.train(2)
     assert master.sync_once() == 3
     a.see()
-    assert ("refused", {"step": 3, "reason": "3 outer steps old, more than max_staleness"}) in a.events
+    assert ("refused",
+            {"step": 3, "reason": "3 outer steps old, more than max_staleness"}) in a.events
     assert not a.node.sent
     a.send()
     assert master.sync_once() == 4
@@ -1509,10 +1533,12 @@ def test_rounds_close_when_all_are_there_or_the_time_is_up(folder, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(diloco.time, "monotonic", lambda: now[0])
     master = make_master(folder, round_timeout=60.0)
-    master.state["nodes"] = {n: {**master.new_books(), "outer_step": step} for n, step in (("a", 9), ("b", 8), ("c", 3))}
+    master.state["nodes"] = {n: {**master.new_books(), "outer_step": step}
+                             for n, step in (("a", 9), ("b", 8), ("c", 3))}
     master.state["outer_step"] = 9
     assert master.active() == {"a", "b"}
-    assert not master.due(set()) and not master.due({"a"}) and master.due({"a", "b"}) and master.due({"a", "b", "d"})
+    assert (not master.due(set()) and not master.due({"a"}) and master.due({"a", "b"})
+            and master.due({"a", "b", "d"}))
     now[0] = 59.0
     assert not master.due({"a"})
     now[0] = 61.0
@@ -1558,8 +1584,8 @@ weights = {{"w": torch.zeros(1000, 1000)}}
 master = diloco.MasterOuterLoop(hub, settings, weights, {{}}, log=lambda line: None)
 def send(count):
     for i in range(count):
-        header = dict(run_id=master.state["run_id"], node_id=f"n{{i}}", incarnation="1", local_step=str(master.state["outer_step"] + 1),
-                      base_outer_step="0", steps="1", tokens="1", loss="1", codec="fp32")
+        header = dict(run_id=master.state["run_id"], node_id=f"n{{i}}", incarnation="1",
+                      local_step=str(master.state["outer_step"] + 1), base_outer_step="0", steps="1", tokens="1", loss="1", codec="fp32")
         path = f"nodes/n{{i}}/delta_{{header['local_step']}}.safetensors"
         save_file({{"w": torch.ones(1000, 1000)}}, {str(tmp_path / 'd')!r}, metadata=header)
         hub.commit({{path: {str(tmp_path / 'd')!r}}})
@@ -1570,8 +1596,10 @@ send(40); master.sync_once()
 assert len(master.state["nodes"]) == 40
 print(peak() - few)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=120)
-    assert done.stdout and int(done.stdout) < 80, (done.stdout, done.stderr)     # MiB; the 40 deltas are 160
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True,
+                          timeout=120)
+    # MiB; the 40 deltas are 160
+    assert done.stdout and int(done.stdout) < 80, (done.stdout, done.stderr)
 
 
 # ---- diloco.py over the loopback Hub
@@ -1590,12 +1618,16 @@ def test_hub_transport_is_a_transport(hub, remote, tmp_path):
     big.write_bytes(os.urandom(5000))
     version = remote.commit({"global/step_count.json": b"{}", "nodes/a/delta_1.safetensors": big})
     assert remote.head() == version != first
-    assert remote.list("nodes/") == (version, [("nodes/a/delta_1.safetensors", 5000)]) and remote.list("none/")[1] == []
-    seen, files = remote.snapshot(["global/step_count.json", "nodes/a/delta_1.safetensors", "missing"], tmp_path / "in")
-    assert seen == version and len(files) == 2 and files["nodes/a/delta_1.safetensors"].read_bytes() == big.read_bytes()
+    assert (remote.list("nodes/") == (version, [("nodes/a/delta_1.safetensors", 5000)])
+            and remote.list("none/")[1] == [])
+    seen, files = remote.snapshot(["global/step_count.json", "nodes/a/delta_1.safetensors",
+                                   "missing"], tmp_path / "in")
+    assert (seen == version and len(files) == 2
+            and files["nodes/a/delta_1.safetensors"].read_bytes() == big.read_bytes())
     with pytest.raises(diloco.Conflict):
         remote.commit({"x": b"1"}, expect=first)
-    remote.commit({f"nodes/n{i}/delta_1.safetensors": big for i in range(250)}, ["nodes/a/delta_1.safetensors"], expect=version)
+    remote.commit({f"nodes/n{i}/delta_1.safetensors": big for i in range(250)},
+                  ["nodes/a/delta_1.safetensors"], expect=version)
     assert len(remote.list("nodes/")[1]) == 250, "listings come in pages"
     remote.squash()
     assert remote.head() != version and len(hub.repos[remote.repo]) == 1
@@ -1604,8 +1636,10 @@ def test_hub_transport_is_a_transport(hub, remote, tmp_path):
     assert sum(hub.counts.values()) == 1, "an idle poll is one HEAD"
 
 
-@pytest.mark.parametrize("status, kind", [(401, "Refused"), (403, "Refused"), (400, "Refused"), (409, "Unavailable"), (429, "Unavailable"),
-                                          (500, "Unavailable"), (503, "Unavailable"), ("reset", "Unavailable"), ("lose", "Unavailable"),
+@pytest.mark.parametrize("status, kind", [(401, "Refused"), (403, "Refused"), (400, "Refused"),
+                                          (409, "Unavailable"), (429, "Unavailable"),
+                                          (500, "Unavailable"), (503, "Unavailable"),
+                                          ("reset", "Unavailable"), ("lose", "Unavailable"),
                                           (412, "Conflict")])
 def test_each_answer_of_the_hub_is_what_it_means(hub, remote, status, kind):
     hub.fault("POST", "/commit/", status, Retry_After="7")
@@ -1629,8 +1663,9 @@ def test_damaged_downloads_are_noticed_and_read_again(hub, remote, tmp_path, act
     remote.commit({"global/latest.safetensors": b"w" * 3000, "global/step_count.json": b"{}"})
     hub.fault("GET", "resolve", action, count=2)
     seen = []
-    _, files = diloco.retry(lambda: remote.snapshot(["global/latest.safetensors", "global/step_count.json"], tmp_path), seen.append,
-                            lambda: False)
+    _, files = diloco.retry(lambda: remote.snapshot(
+        ["global/latest.safetensors", "global/step_count.json"], tmp_path),
+        seen.append, lambda: False)
     assert [f.read_bytes() for f in files.values()] == [b"w" * 3000, b"{}"]
     assert seen or action == "reset", "the client itself takes up a download that was cut off"
 
@@ -1640,7 +1675,8 @@ def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
     a = Node(remote, max_pending=9)
     for i in range(6):
         a.train(2)
-        for fault in [("POST", "/commit/", "lose"), ("POST", "/commit/", 503), ("HEAD", "resolve", 500), ("GET", "resolve", "corrupt"),
+        for fault in [("POST", "/commit/", "lose"), ("POST", "/commit/", 503),
+                      ("HEAD", "resolve", 500), ("GET", "resolve", "corrupt"),
                       ("POST", "/commit/", 409), ("GET", "/tree/", "reset")][i:i + 2]:
             hub.fault(*fault)
         a.send()
@@ -1648,7 +1684,8 @@ def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
         master.sync_once()
         a.see()
     assert master.state["outer_step"] == 6 and master.state["nodes"]["a"]["steps"] == 12
-    assert all(torch.equal(v, a.work[k]) and torch.equal(v, master.weights[k]) for k, v in a.weights().items())
+    assert all(torch.equal(v, a.work[k]) and torch.equal(v, master.weights[k])
+               for k, v in a.weights().items())
     assert len(master.history.splitlines()) == 6
 
 
@@ -1656,12 +1693,14 @@ def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
 
 
 def start(script, *flags, cwd, log):
-    return subprocess.Popen([sys.executable, HERE / script, *flags], cwd=cwd, stdout=open(cwd / log, "a"),
-                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen([sys.executable, HERE / script, *flags], cwd=cwd,
+                            stdout=open(cwd / log, "a"), stderr=subprocess.STDOUT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-MASTER = ["--config=smoke", "--inner-steps=10", "--max-steps=120", "--poll-interval=0.1", "--round-timeout=2", "--device=cpu",
-          "--eval-every=60", "--lr=2e-3", "--checkpoint.every-steps=30"]
+MASTER = ["--config=smoke", "--inner-steps=10", "--max-steps=120", "--poll-interval=0.1",
+          "--round-timeout=2", "--device=cpu", "--eval-every=60", "--lr=2e-3",
+          "--checkpoint.every-steps=30"]
 
 
 def books(cwd):
@@ -1670,8 +1709,8 @@ def books(cwd):
 
 def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
     master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
-    worker = lambda name: start("worker.py", f"--node-id={name}", "--device=cpu", "--checkpoint.every-steps=15",  # noqa: E731
-                                cwd=tmp_path, log=f"{name}.log")
+    worker = lambda name: start("worker.py", f"--node-id={name}", "--device=cpu",  # noqa: E731
+                                "--checkpoint.every-steps=15", cwd=tmp_path, log=f"{name}.log")
     workers, chance = {name: worker(name) for name in "ab"}, random.Random(0)
     try:
         for kill in range(6):
@@ -1686,9 +1725,11 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
                     workers[name].kill()
                     workers[name].wait()
                     workers[name] = worker(name)
-        assert [w.wait(timeout=120) for w in workers.values()] == [0, 0], (tmp_path / "a.log").read_text()
+        assert [w.wait(timeout=120) for w in workers.values()] == [0, 0], (
+            tmp_path / "a.log").read_text()
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and [b["local_step"] for b in books(tmp_path).values()] != [120, 120]:
+        while (time.monotonic() < deadline
+               and [b["local_step"] for b in books(tmp_path).values()] != [120, 120]):
             time.sleep(0.2)
         master.send_signal(signal.SIGTERM)
         assert master.wait(timeout=60) == 0
@@ -1698,7 +1739,8 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
             p.wait()
     for name, entry in books(tmp_path).items():
         assert entry["local_step"] == 120
-    history = [json.loads(line) for line in (tmp_path / "runs/hub/global/history.jsonl").read_text().splitlines()]
+    history = [json.loads(line)
+               for line in (tmp_path / "runs/hub/global/history.jsonl").read_text().splitlines()]
     merged = [(m["node"], m["local_step"]) for line in history for m in line["merged"]]
     assert len(merged) == len(set(merged)), "nothing is merged twice"
     for name, entry in books(tmp_path).items():
@@ -1708,19 +1750,24 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
 
 def test_a_worker_waits_and_says_so_and_a_swarm_runs_over_the_hub(hub, tmp_path):
     repo = f"me/live{len(hub.repos)}"
-    missing = subprocess.run([sys.executable, HERE / "worker.py", f"--hub={repo}", "--node-id=a"], cwd=tmp_path, capture_output=True,
-                             text=True, timeout=60)
-    assert missing.returncode == 2 and "404" in missing.stderr and missing.stderr.count("\n") == 1, missing.stderr
+    missing = subprocess.run([sys.executable, HERE / "worker.py", f"--hub={repo}", "--node-id=a"],
+                             cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (missing.returncode == 2 and "404" in missing.stderr
+            and missing.stderr.count("\n") == 1), missing.stderr
     hub.push(repo, {})
-    a = start("worker.py", f"--hub={repo}", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
+    a = start("worker.py", f"--hub={repo}", "--node-id=a", "--device=cpu", cwd=tmp_path,
+              log="a.log")
     deadline = time.monotonic() + 60
     while "waiting" not in (tmp_path / "a.log").read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "waiting  for a global model" in (tmp_path / "a.log").read_text()
     flags = [f"--hub={repo}", *MASTER, "--max-steps=40", "--max-outer-steps=2"]
-    master = subprocess.run([sys.executable, HERE / "master.py", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert master.returncode == 0 and "round       1" in master.stdout, master.stdout + master.stderr
+    master = subprocess.run([sys.executable, HERE / "master.py", *flags], cwd=tmp_path,
+                            capture_output=True, text=True, timeout=120)
+    assert master.returncode == 0 and "round       1" in master.stdout, (
+        master.stdout + master.stderr)
     assert a.wait(timeout=60) == 0, (tmp_path / "a.log").read_text()
     pushed = lines_of(tmp_path / "runs/smoke/a", "push")
     assert sum(p["steps"] for p in pushed) == 40 and pushed[-1]["step"] == 40
-    assert lines_of(tmp_path / "runs/smoke/a", "join")[0] == {"event": "join", "outer_step": 0, "step": 0}
+    assert lines_of(tmp_path / "runs/smoke/a", "join")[0] == {
+        "event": "join", "outer_step": 0, "step": 0}

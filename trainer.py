@@ -134,9 +134,11 @@ class Windows(Dataset):
         self.key = (config["run"]["seed"], config["distributed"]["node_id"])
         self.windows = (self.tokens - 1) // self.block_size
         if self.windows < 1:
-            raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} tokens "
+            raise ValueError(f"data.{key}={config['data'][key]} is too short: "
+                             f"{self.tokens:,} tokens "
                              f"for {'validation' if count else 'training'} are no window of "
-                             f"model.block_size={self.block_size}; give more text, or a smaller one")
+                             f"model.block_size={self.block_size}; "
+                             f"give more text, or a smaller one")
 
     def __len__(self):
         return self.count or self.windows
@@ -251,7 +253,8 @@ def build_data(config: dict) -> tuple[Dataset, Dataset]:
 
 @contextlib.contextmanager
 def seeded(*parts):
-    """Random numbers as a function of `parts` in here, and as if nothing had been drawn after it."""
+    """Random numbers as a function of `parts` in here, and as if nothing had been drawn after
+    it."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.manual_seed(mix(*parts) >> 1)
     np.random.seed(mix(*parts) & 0xFFFFFFFF)
@@ -726,7 +729,8 @@ class Trainer:
                 state = read_checkpoint(path)
                 break
             except ValueError as e:
-                path.rename(path.with_name(path.name + ".damaged"))  # or it would pass for the newest
+                # or it would pass for the newest
+                path.rename(path.with_name(path.name + ".damaged"))
                 print(f"notice   {e}; set aside, trying the one before", flush=True)
         if state is None:
             raise FileNotFoundError(f"--resume: no usable checkpoint in {self.folder}; "

@@ -3,8 +3,8 @@ A node of a swarm: trains here, and shares what it learns through the hub.
 
     python worker.py --node-id=a             # the hub is the folder ./runs/hub
 
-Model, data and schedule come from what master.py published; flags given here win. Started again, it goes on where it
-was: its folder is runs/<name>/<node id>/.
+Model, data and schedule come from what master.py published; flags given here win. Started again, it
+goes on where it was: its folder is runs/<name>/<node id>/.
 """
 import sys
 import tempfile
