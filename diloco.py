@@ -697,6 +697,13 @@ def swarm_tensors(model) -> dict:
                     if k not in named and v.is_floating_point() and v.data_ptr() not in seen}
 
 
+@torch.no_grad()
+def set_tensors(tensors: dict, values: dict):
+    """Write values into the tensors of a model, in place."""
+    for name, tensor in tensors.items():
+        tensor.copy_(values[name])
+
+
 def read_published(transport, folder: Path, log=print, stopped=lambda: False):
     """(state, weights file) of the newest global model, checked; waits, saying so, while there is
     none."""
@@ -770,7 +777,7 @@ class DumbDiLoCo:
                 self.log("notice   the checkpoint is of another run of this hub: "
                          "joining as a new node")
             self.baseline = new
-            self.set_weights(new)
+            set_tensors(self.tensors, new)
             trainer.step = (max(trainer.step, self.state["progress"]) if not self.saved
                             else self.state["progress"])
             trainer.position = trainer.step * trainer.config["data"]["target_batch_size"]
@@ -786,10 +793,7 @@ class DumbDiLoCo:
         """After a restart: what the hub has of this incarnation, waiting or merged, is not trained
         again."""
         saved, self.incarnation = self.saved, self.saved["incarnation"]
-        books = self.state["nodes"].get(self.node_id, {})
-        if books.get("incarnation", "") > self.incarnation:
-            raise Refused(f"another worker has taken over the node id {self.node_id}; "
-                          f"use another --node-id")
+        books = self.own_books(self.state)
         merged = books["local_step"] if books.get("incarnation") == self.incarnation else 0
         waiting = []
         _, found = retry(lambda: self.transport.list(f"nodes/{self.node_id}/"), self.log,
@@ -806,8 +810,7 @@ class DumbDiLoCo:
                                             decode({k: f.get_tensor(k) for k in f.keys()})))
         self.sent = sorted(waiting, key=lambda item: item[0])
         known = max([merged, saved["last_sent"], *(step for step, _ in self.sent)])
-        weights = {k: v.detach().float().cpu() for k, v in self.tensors.items()}
-        unsent = {k: saved["baseline"][k] - weights[k] for k in weights}
+        unsent = self.unsent(saved["baseline"])
         sending, tokens_sent = saved["sending"], saved["tokens_sent"]
         if known > trainer.step:                            # sent after the checkpoint was written
             unsent = {k: torch.zeros_like(v) for k, v in unsent.items()}
@@ -818,8 +821,7 @@ class DumbDiLoCo:
         elif sending and known >= sending["local_step"]:
             unsent = {k: v - sending["delta"][k] for k, v in unsent.items()}
         self.last_sent, self.tokens_sent = known, tokens_sent
-        self.rebase(new)
-        self.set_weights({k: self.baseline[k] - unsent[k] for k in unsent})
+        self.rebase(new, unsent)
 
     def lr_scale(self, step: int) -> float:
         """A node that has just joined has cold Adam moments: it takes small steps first."""
@@ -847,17 +849,24 @@ class DumbDiLoCo:
 
     # the steps of the algorithm
 
-    def set_weights(self, weights: dict):
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                tensor.copy_(weights[name])
+    def own_books(self, state: dict) -> dict:
+        """What the master has booked of this node. Raises Refused if another worker has its id."""
+        books = state["nodes"].get(self.node_id, {})
+        if books.get("incarnation", "") > self.incarnation:
+            raise Refused(f"another worker has taken over the node id {self.node_id}; "
+                          f"use another --node-id")
+        return books
 
-    def rebase(self, new: dict):
-        """baseline = G - what was sent and is not in G."""
+    def unsent(self, baseline: dict) -> dict:
+        return {k: baseline[k] - v.detach().float().cpu() for k, v in self.tensors.items()}
+
+    def rebase(self, new: dict, unsent: dict):
+        """Move to G = new: the baseline without what was sent and is not in G, and the weights."""
         self.baseline = {k: v.clone() for k, v in new.items()}
         for _, delta in self.sent:
             for k in delta:
                 self.baseline[k] -= delta[k]
+        set_tensors(self.tensors, {k: self.baseline[k] - unsent[k] for k in unsent})
 
     def push(self, trainer, last=False):
         """Hand baseline - weights to the background thread, unless one is on its way or the master
@@ -865,7 +874,7 @@ class DumbDiLoCo:
         if (self.sending or self.last_sent == trainer.step
                 or not last and len(self.sent) >= self.settings["max_pending"]):
             return
-        delta = {k: self.baseline[k] - v.detach().float().cpu() for k, v in self.tensors.items()}
+        delta = self.unsent(self.baseline)
         if not all(v.isfinite().all() for v in delta.values()):
             raise Refused(f"the weights are not finite at step {trainer.step}: nothing was sent")
         stored = encode(delta, self.settings["codec"])
@@ -915,21 +924,17 @@ class DumbDiLoCo:
 
     def install(self, trainer, state: dict, new: dict):
         """Move to a newer global model, keeping the work it does not hold."""
-        began, books = time.monotonic(), state["nodes"].get(self.node_id, {})
-        if books.get("incarnation", "") > self.incarnation:
-            raise Refused(f"another worker has taken over the node id {self.node_id}; "
-                          f"use another --node-id")
+        began, books = time.monotonic(), self.own_books(state)
         for refused in books.get("refused", ()):
             if any(step == refused["local_step"] for step, _ in self.sent):
                 trainer.emit("refused",
                              f"{trainer.progress()} | the delta of step {refused['local_step']}: "
                              f"{refused['reason']}",
                              step=refused["local_step"], reason=refused["reason"])
-        unsent = {k: self.baseline[k] - v.detach().float().cpu() for k, v in self.tensors.items()}
+        unsent = self.unsent(self.baseline)
         self.sent = [(step, delta) for step, delta in self.sent if not self.covers(state, step)]
         self.state = state
-        self.rebase(new)
-        self.set_weights({k: self.baseline[k] - unsent[k] for k in unsent})
+        self.rebase(new, unsent)
         trainer.emit("install", f"{trainer.progress()} | outer step {state['outer_step']}",
                      step=trainer.step, outer_step=state["outer_step"],
                      seconds=time.monotonic() - began)
@@ -963,17 +968,13 @@ class DumbDiLoCo:
         return self.closing
 
     def look(self):
-        """Fetch the global model if it is a newer one."""
+        """Fetch the global model if it is a newer one, or refuses something of ours."""
         _, files = retry(lambda: self.transport.snapshot([STEP], self.folder), self.log, self.hurry)
-        if (json.loads(files[STEP].read_bytes())["outer_step"] > self.state["outer_step"]
-                or self.told(files[STEP])):
+        state = json.loads(files[STEP].read_bytes())
+        if (state["outer_step"] > self.state["outer_step"]
+                or any(self.covers(state, step) for step, _ in self.sent)):
             state, file = read_published(self.transport, self.folder, self.log, self.hurry)
             self.arrived = state, load_file(file)
-
-    def told(self, file) -> bool:
-        """Whether a published state of the same outer step refuses something of ours."""
-        state = json.loads(file.read_bytes())
-        return any(self.covers(state, step) for step, _ in self.sent)
 
     def upload(self, sending: dict) -> dict:
         file = self.folder / "upload.safetensors"

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from config import load_config, shared_settings
-from diloco import MasterOuterLoop, Refused, open_hub, swarm_tensors
+from diloco import MasterOuterLoop, Refused, open_hub, set_tensors, swarm_tensors
 from model import build_model
 from trainer import TrainingError, build_data, mean_loss
 
@@ -24,9 +24,7 @@ def validation(config):
     tensors = swarm_tensors(model)
 
     def evaluate(weights):
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(weights[name])
+        set_tensors(tensors, weights)
         return mean_loss(model, data, config, torch.device("cpu"))
     return evaluate
 
