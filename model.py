@@ -379,6 +379,9 @@ def build_model(config: dict) -> nn.Module:
     if factory is None:
         raise ValueError(f"model.name={name} is not known; there are {', '.join(sorted(MODELS))}, "
                          f"or package.module:factory")
+    # keep: before the first tensor is filled, because the threads torch starts then inherit it.
+    # Sharp attention has probabilities below 1e-38, and a step full of them takes twice the time.
+    torch.set_flush_denormal(True)
     model = factory(config)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model.name={name} made a {type(model).__name__}, not an nn.Module")
