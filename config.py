@@ -83,12 +83,13 @@ base = dict(
         private=True,               # the master creates the Hub repo private
         inner_steps=50,             # optimizer steps between two deltas of a node
         outer_lr=0.7,               # of the outer Nesterov step
-        outer_momentum=0.9,         # of the outer Nesterov step
+        outer_momentum=0.8,         # of the outer Nesterov step
         outer_warmup=10,            # rounds over which the outer momentum grows; 0 = constant
         quorum=0,                   # close a round with this many nodes; 0 = all active ones
-        round_timeout=120.0,        # s after its first delta a round closes without stragglers
-        poll_interval=2.0,          # s between looks at the hub
-        codec="bf16",               # how a delta is written: fp32 | bf16
+        round_timeout=0.0,          # s a round waits after its first delta; 0 = two inner loops
+        poll_interval=0.0,          # s between looks at the hub; 0 = a tenth of an inner loop
+        codec="int4",               # how deltas and updates are written: fp32 bf16 int8 int4 int2
+        commits_per_hour=100,       # of all nodes and the master, on the Hub; 0 = no limit
         wait=False,                 # synchronous: stop at each boundary until the round is out
         max_pending=4,              # deltas a node leaves waiting before it stops sending
         join_warmup=20,             # steps over which a node that joins ramps its learning rate
@@ -97,6 +98,7 @@ base = dict(
         max_norm_ratio=10.0,        # scale deltas down to this many medians of the norm; 0 = off
         squash_every=200,           # outer steps between squashes of the Hub's history; 0 = never
         max_outer_steps=0,          # the master stops there; 0 = it goes on
+        status=False,               # master.py: print the nodes and the losses, and end
     ),
 )
 
@@ -129,7 +131,7 @@ CHOICES = {
     "run.precision": ("auto", "fp32", "bf16", "fp16"),
     "data.pin_memory": ("auto", "true", "false"),
     "optimizer.name": ("adamw", "muon"),
-    "distributed.codec": ("fp32", "bf16"),
+    "distributed.codec": ("fp32", "bf16", "int8", "int4", "int2"),
     "scheduler.name": ("cosine", "constant", "wsd"),
 }
 AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.block_size",
@@ -144,7 +146,8 @@ SHARED += [(section, key) for section in ("model", "optimizer", "scheduler")
            for key in base[section]]
 SHARED += [("data", key) for key in ("path", "val_path", "micro_batch_size", "target_batch_size")]
 SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
-                                            "join_warmup", "poll_interval")]
+                                            "join_warmup", "poll_interval",
+                                            "commits_per_hour")]
 
 # ---- the command line
 

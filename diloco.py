@@ -17,8 +17,10 @@ The algorithm (DiLoCo, Douillard et al. 2023, made asynchronous):
 Sign, once for all: delta = before - after, so the global model moves by MINUS the averaged delta.
 
   global/latest.safetensors                         the global model, fp32
-  global/step_count.json                            outer step, hashes, books
+  global/step_count.json                            outer step, hashes, books: "the state"
+  global/update_<outer_step>.safetensors            how it changed in the last few rounds, coded
   global/momentum.safetensors                       outer momentum, fp32
+  global/residual.safetensors                       what rounding kept back from the updates, bf16
   global/history.jsonl                              a line per outer round
   nodes/<node_id>/delta_<local_step>.safetensors    waiting to be merged
 
@@ -27,8 +29,10 @@ replays, numbers that are none, outsized norms) it does. It does not authenticat
 or keep a fast network busy.
 """
 import contextlib
+import functools
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -38,18 +42,22 @@ import struct
 import tempfile
 import threading
 import time
+from collections import Counter, deque
 from pathlib import Path, PurePosixPath
 
 import torch
-from filelock import FileLock
+import torch.nn.functional as F
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 STEP, WEIGHTS = "global/step_count.json", "global/latest.safetensors"
-MOMENTUM, HISTORY = "global/momentum.safetensors", "global/history.jsonl"
+MOMENTUM, RESIDUAL = "global/momentum.safetensors", "global/residual.safetensors"
+HISTORY, UPDATE = "global/history.jsonl", "global/update_{}.safetensors"
 NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DELTA = re.compile(r"nodes/([^/]+)/delta_(\d{1,18})\.safetensors")
 ACTIVE_ROUNDS = 4       # a node that has contributed to none of this many rounds is not waited for
+UPDATES = 8             # how many of the newest changes of the global model are kept
 
 
 class Conflict(Exception):
@@ -57,32 +65,102 @@ class Conflict(Exception):
 
 
 class Unavailable(Exception):
-    """The repository cannot be reached now; a commit may or may not have been made. Arguments:
-    what, and the seconds to wait that it asked for, if it did."""
+    """The repository, or this machine's disk, cannot be used now; a commit may or may not have been
+    made. Arguments: what, and the seconds to wait that it asked for, if it did."""
 
 
 class Refused(Exception):
     """Trying again will not help: no rights, no such repository, taken over by another."""
 
+
+class Superseded(Refused):
+    """Another master has published."""
+
 # ---- codecs: how a delta is written
-# Matrices in the codec's form; vectors, and what is smaller than a block, in fp32.
+# Matrices in the codec's form; vectors, and what is smaller than a block, in fp32. The integer
+# codecs keep (code - middle) * scale, with a scale for each block of 64 numbers; scales are bf16,
+# because fp16 would underflow at the size of deltas.
 
 BLOCK = 64
-CODECS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CODECS = {"fp32": torch.float32, "bf16": torch.bfloat16,
+          "int8": (8, 127), "int4": (4, 7), "int2": (2, 1.5)}    # (bits of a code, middle)
 
 
-def stored_dtype(shape, codec: str) -> torch.dtype:
-    small = len(shape) < 2 or torch.Size(shape).numel() < BLOCK
-    return torch.float32 if small else CODECS[codec]
+def form(shape, codec: str):
+    """How a tensor of this shape is stored: a dtype, or (bits, middle)."""
+    return CODECS[codec] if len(shape) > 1 and math.prod(shape) >= BLOCK else torch.float32
 
 
-def encode(delta: dict, codec: str) -> dict:
-    return {k: v.to(stored_dtype(v.shape, codec)).contiguous() for k, v in delta.items()}
+def stored_shapes(shapes: dict, codec: str) -> dict:
+    """{name: (dtype, shape)} of the tensors in a file that holds tensors of these shapes."""
+    stored = {}
+    for name, shape in shapes.items():
+        kind, blocks = form(shape, codec), math.ceil(math.prod(shape) / BLOCK)
+        if isinstance(kind, torch.dtype):
+            stored[name] = kind, tuple(shape)
+        else:
+            stored[name] = torch.uint8, (blocks, BLOCK * kind[0] // 8)
+            stored["scale:" + name] = torch.bfloat16, (blocks, 1)
+    return stored
 
 
-def decode(stored: dict) -> dict:
-    """What every reader makes of a stored delta: exact, the same on each machine."""
-    return {k: v.float() for k, v in stored.items()}
+def encode(tensors: dict, codec: str) -> dict:
+    """What is stored of tensors."""
+    stored = {}
+    for name, tensor in tensors.items():
+        kind = form(tensor.shape, codec)
+        if isinstance(kind, torch.dtype):
+            stored[name] = tensor.to(kind).contiguous()
+            continue
+        bits, middle = kind
+        blocks = F.pad(tensor.float().flatten(), (0, -tensor.numel() % BLOCK)).view(-1, BLOCK)
+        # four levels reach furthest when a step is the block's standard deviation; with more, the
+        # largest number of the block gets the outermost code
+        scale = (torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / BLOCK ** 0.5 if bits == 2
+                 else blocks.abs().amax(1, keepdim=True) / middle).bfloat16()
+        codes = blocks / scale.float().clamp(min=1e-30)
+        codes = codes.add_(middle).round_().clamp_(0, 2 * middle).to(torch.uint8)
+        stored[name] = codes[:, ::8 // bits].clone()
+        for i in range(1, 8 // bits):
+            stored[name] |= codes[:, i::8 // bits] << (i * bits)
+        stored["scale:" + name] = scale
+    return stored
+
+
+def decode(stored: dict, shapes: dict, codec: str) -> dict:
+    """What every reader makes of the stored tensors: exact, the same on each machine."""
+    return {name: decode_one(stored, name, shape, codec) for name, shape in shapes.items()}
+
+
+def decode_one(stored, name: str, shape, codec: str):
+    kind = form(shape, codec)
+    if isinstance(kind, torch.dtype):
+        return stored[name].float()
+    bits, middle = kind
+    blocks = torch.empty(len(stored[name]), BLOCK)
+    for i in range(8 // bits):
+        blocks[:, i::8 // bits] = (stored[name] >> (i * bits)) & (2 ** bits - 1)
+    blocks.sub_(middle).mul_(stored["scale:" + name])
+    return blocks.flatten()[:math.prod(shape)].view(shape)
+
+
+def save(tensors: dict, file: Path, metadata: dict | None = None) -> dict:
+    """Write a safetensors file; its {"sha256", "size"}. Raises Unavailable if the disk is full."""
+    try:
+        save_file(tensors, file, metadata=metadata)
+        return {"sha256": sha256(file), "size": file.stat().st_size}
+    except (SafetensorError, OSError) as e:
+        raise Unavailable(f"cannot write {file}: {e}") from e
+
+def load_coded(file: Path, shapes: dict):
+    """(header, decoded tensors) of a delta or an update. Raises ValueError if it is neither."""
+    try:
+        with safe_open(file, "pt") as f:
+            header = f.metadata() or {}
+            return header, decode({k: f.get_tensor(k) for k in f.keys()}, shapes, header["codec"])
+    except (SafetensorError, KeyError, TypeError, RuntimeError) as e:
+        raise ValueError(f"{file.name} is no coded file: {e}") from e
+
 
 # ---- the outer optimizer: no files, no network
 
@@ -118,11 +196,15 @@ def wait(seconds: float, stopped):
         time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
 
-def retry(work, log, stopped, longest: float = 300.0):
-    """work(), again and again while the repository is unavailable: 1 s, 2 s, ... up to `longest`
-    between tries.
+def say(error: str, retry_in: float):
+    print(f"hub_error {error}; next try in {retry_in:.0f} s", flush=True)
 
-    Returns None when stopped() holds. What does not pass (Refused) is raised at once.
+
+def retry(work, failed=say, stopped=lambda: False, longest: float = 60.0):
+    """work(), again and again while it raises Unavailable: after 1 s, 2 s, ... up to `longest`, or
+    what the repository asked for. failed(error, seconds to the next try) is told each time.
+
+    Raises Unavailable once stopped() holds; what does not pass (Refused) at once.
     """
     pause = 1.0
     while True:
@@ -131,15 +213,19 @@ def retry(work, log, stopped, longest: float = 300.0):
         except Unavailable as e:
             if stopped():
                 raise
-            asked = e.args[1] if len(e.args) > 1 else 0.0
-            log(f"hub      {e.args[0]}; next try in {max(pause, asked):.0f} s")
-            wait(max(pause, asked), stopped)
+            seconds = max(pause, e.args[1] if len(e.args) > 1 else 0.0)
+            failed(e.args[0], seconds)
+            wait(seconds, stopped)
             pause = min(longest, pause * 2)
 
 # ---- transports
-# head() -> version; list(prefix) -> (version, [(path, size)]); snapshot(paths, folder) -> (version,
-# {path: file}), all of one version, missing ones left out; commit(add, delete, expect) -> version,
-# all or nothing, Conflict if `expect` is given and is not the head.
+# head() -> (version, tag of the state): the tag changes when global/step_count.json does
+# read(path, version=None) -> (version, bytes, or None if there is no such file): a small file
+# fetch(path, version, to, tag=None): a file, put at `to`; FileNotFoundError if it is gone
+# list(prefix, version=None) -> [(path, size, tag)]
+# commit(add, delete, expect) -> version: all or nothing, Conflict if `expect` is given and is not
+#   the head; add is {path: bytes or a file}
+# A tag is a hash of the content (git's or sha256), "" where there is none.
 
 
 def sha256(path) -> str:
@@ -147,35 +233,53 @@ def sha256(path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def fits(content, tag: str) -> bool:
+    """Whether bytes, or a file, are what the tag says."""
+    if len(tag) == 64:
+        return tag == (hashlib.sha256(content).hexdigest() if isinstance(content, bytes)
+                       else sha256(content))
+    data = content if isinstance(content, bytes) else Path(content).read_bytes()
+    return tag == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 class FolderTransport:
     """The repository as a plain folder: one machine, or a shared file system with working locks.
 
     A commit stages its files, then writes a redo log: from that rename on it is made, and whoever
     takes the lock next finishes it. A kill at any moment leaves the old state or the new one.
+    A commit replaces files and never writes in them, so a file that was opened or linked stays.
     """
+    least_poll, limited = 0.02, False       # seconds between looks; commits are counted
 
     def __init__(self, root):
         self.root = Path(str(root).removeprefix("file://"))
         self.own = self.root / ".hub"
-        self.own.mkdir(parents=True, exist_ok=True)
         self.log, self.version_file = self.own / "redo.json", self.own / "version"
         self.lock = FileLock(self.own / "lock")
 
-    def head(self) -> str:
-        if self.log.exists():
-            with self.locked():
-                pass
-        return self.version_file.read_text() if self.version_file.exists() else "0"
+    @contextlib.contextmanager
+    def errors(self):
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (PermissionError, NotADirectoryError) as e:
+            raise Refused(f"{self.root}: {e.strerror}") from e
+        except OSError as e:  # a full disk, a network drive that is away; a lock not had in time
+            raise Unavailable(f"{self.root}: {e}") from e
 
     @contextlib.contextmanager
     def locked(self):
-        try:
-            with self.lock.acquire(timeout=60):
-                if self.log.exists():
-                    self.redo(json.loads(self.log.read_text()))
-                yield
-        except OSError as e:  # a full disk, a network drive that is away; a lock not had in time
-            raise Unavailable(f"{self.root}: {e}") from e
+        if not os.access(self.own, os.W_OK):    # nothing there yet, or ours to read only
+            yield
+            return
+        with self.errors(), self.lock.acquire(timeout=60):
+            if self.log.exists():
+                self.redo(json.loads(self.log.read_text()))
+            yield
+
+    def version(self) -> str:
+        return self.version_file.read_text() if self.version_file.exists() else "0"
 
     def redo(self, entry: dict):
         """Carry out a logged commit; every step may be done already."""
@@ -202,36 +306,41 @@ class FolderTransport:
             os.fsync(f.fileno())
         os.replace(temporary, path)
 
-    def list(self, prefix: str):
-        with self.locked():
-            found = [(f.relative_to(self.root).as_posix(), f.stat().st_size)
-                     for f in sorted((self.root / prefix).rglob("*")) if f.is_file()]
-            return self.head(), found
+    def head(self):
+        version, content = self.read(STEP)
+        return version, hashlib.sha256(content).hexdigest() if content else ""
 
-    def snapshot(self, paths, folder: Path):
-        with contextlib.ExitStack() as stack:
-            # opened under the lock, copied after it: a commit replaces files, never writes in them
-            with self.locked():
-                version, sources = self.head(), {}
-                for path in paths:
-                    with contextlib.suppress(FileNotFoundError):
-                        sources[path] = stack.enter_context(open(self.root / path, "rb"))
-            for path, source in sources.items():
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                with open(folder / "part", "wb") as f:
-                    shutil.copyfileobj(source, f, 1 << 20)
-                # keep: a new file, never new bytes in the old one, which tensors may still be
-                # mapped from
-                os.replace(folder / "part", folder / path)
-        return version, {path: folder / path for path in sources}
+    def read(self, path: str, version=None):
+        with self.locked():
+            file = self.root / path
+            return self.version(), file.read_bytes() if file.exists() else None
+
+    def fetch(self, path: str, version, to: Path, tag: str = ""):
+        with self.errors():
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.unlink(missing_ok=True)
+            try:
+                os.link(self.root / path, to)
+            except FileNotFoundError:
+                raise
+            except OSError:                     # another disk
+                shutil.copyfile(self.root / path, to)
+            if tag and not fits(to, tag):       # replaced since the state was read, or damaged
+                raise Unavailable(f"{self.root / path} is not what {STEP} says")
+
+    def list(self, prefix: str, version=None):
+        with self.locked():
+            return [(f.relative_to(self.root).as_posix(), f.stat().st_size, "")
+                    for f in sorted((self.root / prefix).rglob("*")) if f.is_file()]
 
     def commit(self, add: dict, delete=(), expect=None, message="") -> str:
-        """add: {path: bytes or a file}."""
         for path in [*add, *delete]:
             if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
                 raise Refused(f"{path} is no path in the repository")
+        with self.errors():
+            self.own.mkdir(parents=True, exist_ok=True)
         with self.locked():
-            head = self.head()
+            head = self.version()
             if expect is not None and head != expect:
                 raise Conflict(f"{self.root} is at {head}, not {expect}")
             staged = {path: f"staged_{i}" for i, path in enumerate(add)}
@@ -259,6 +368,7 @@ class HubTransport:
     commit for every read and a hash for every file. The token is the client's own: HF_TOKEN, or the
     login.
     """
+    least_poll, limited = 2.0, True
 
     def __init__(self, repo: str, create=False, private=True):
         import huggingface_hub as hub
@@ -272,13 +382,15 @@ class HubTransport:
             return c
         hub.set_client_factory(client)
         disable_progress_bars()
+        hub.utils.logging.set_verbosity_error()     # what goes wrong is told here, once
         if create:
             with self.errors():
                 self.api.create_repo(repo, private=private, exist_ok=True)
 
     @contextlib.contextmanager
     def errors(self):
-        """What can pass is Unavailable, what cannot is Refused, a moved head is a Conflict."""
+        """What can pass is Unavailable, what cannot is Refused, a moved head is a Conflict, a file
+        or a version that is not there is a FileNotFoundError."""
         errors = self.hub.errors
         try:
             yield
@@ -291,59 +403,71 @@ class HubTransport:
 
     def meaning(self, e) -> Exception:
         errors, response = self.hub.errors, getattr(e, "response", None)
-        said = " ".join((getattr(e, "server_message", None) or str(e)).split())[:200]
-        if response is None:
-            return Unavailable(f"{self.repo}: {type(e).__name__} {said}")
-        status, after = response.status_code, response.headers.get("Retry-After", "")
+        said = " ".join((getattr(e, "server_message", None) or str(e)).split())
+        said = re.split(r" for url| \(Request ID| For more", said)[0][:160].rstrip(".")
+        if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
+            return FileNotFoundError(f"{self.repo}: {said}")
+        no_rights = "; is HF_TOKEN set, and may it write?"
+        if response is None:    # hf_xet tells a status in words only
+            kind = Refused if re.search(r"\b(401|403)\b", said) else Unavailable
+            return kind(f"{self.repo}: {type(e).__name__} {said}"
+                        + no_rights * (kind is Refused))
+        status, headers = response.status_code, response.headers
         said = f"{self.repo}: {status} {said}"
         if status == 412:
             return Conflict(said)
-        # a squashed commit, a file that is gone: look again
-        gone = isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError))
-        if status in (400, 401, 402, 403, 404, 413, 422) and not gone:
-            return Refused(said + ("" if status == 400 else "; is HF_TOKEN set, and may it write?"))
-        return Unavailable(said, float(after) if after.isdigit()
-                           else 60.0 if status == 429 else 0.0)
+        if status in (400, 401, 402, 403, 404, 413, 422):
+            return Refused(said + no_rights * (status != 400))
+        asked = (re.fullmatch(r"(\d+)", headers.get("Retry-After", ""))
+                 or re.search(r"r=0;t=(\d+)", headers.get("RateLimit", "")))
+        return Unavailable(said, float(asked[1]) if asked else 60.0 if status == 429 else 0.0)
 
-    def head(self) -> str:
-        """One HEAD, on a path whose answer names the newest commit."""
-        with self.errors():
-            try:
-                return self.hub.get_hf_file_metadata(
-                    self.hub.hf_hub_url(self.repo, STEP)).commit_hash
-            except self.hub.errors.RemoteEntryNotFoundError:
-                return self.api.repo_info(self.repo).sha
+    def head(self):
+        """One HEAD: on main, the answer for any path names the newest commit."""
+        try:
+            with self.errors():
+                answer = self.hub.get_hf_file_metadata(self.hub.hf_hub_url(self.repo, STEP))
+                return answer.commit_hash, answer.etag
+        except FileNotFoundError:
+            with self.errors():
+                return self.api.repo_info(self.repo).sha, ""
 
-    def list(self, prefix: str):
-        version = self.head()
-        with self.errors():
-            try:
+    def read(self, path: str, version=None):
+        """One GET, whose answer names the commit and the hash."""
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        try:
+            with self.errors():
+                url = self.hub.hf_hub_url(self.repo, path, revision=version)
+                answer = get_session().get(url, headers=build_hf_headers())
+                hf_raise_for_status(answer)
+        except FileNotFoundError:
+            return version or self.head()[0], None
+        # a large file comes from elsewhere, and the first answer has what the Hub says of it
+        first = next(a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers)
+        tag = first.headers.get("X-Linked-ETag") or first.headers.get("ETag", "")
+        if not fits(answer.content, tag.removeprefix("W/").strip('"')):
+            raise Unavailable(f"{self.repo}: {path} arrived damaged")
+        return first.headers["X-Repo-Commit"], answer.content
+
+    def fetch(self, path: str, version, to: Path, tag: str = ""):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        # fresh: nothing stale, bounded disk
+        with self.errors(), tempfile.TemporaryDirectory(dir=to.parent) as fresh:
+            file = self.hub.hf_hub_download(self.repo, path, revision=version, local_dir=fresh)
+            if tag and not fits(file, tag):
+                raise Unavailable(f"{self.repo}: {path} arrived damaged")
+            # keep: a new file, never new bytes in the old one, which tensors may be mapped from
+            os.replace(file, to)
+
+    def list(self, prefix: str, version=None):
+        try:
+            with self.errors():
                 tree = list(self.api.list_repo_tree(self.repo, prefix.rstrip("/"), recursive=True,
                                                     revision=version))
-            except self.hub.errors.RemoteEntryNotFoundError:
-                tree = []           # no such folder yet
-            return version, [(f.path, f.size) for f in tree if hasattr(f, "size")]
-
-    def snapshot(self, paths, folder: Path):
-        version, found = self.head(), {}
-        folder.mkdir(parents=True, exist_ok=True)
-        # fresh: nothing stale, bounded disk
-        with self.errors(), tempfile.TemporaryDirectory(dir=folder) as fresh:
-            for info in self.api.get_paths_info(self.repo, list(paths), revision=version):
-                file = Path(self.hub.hf_hub_download(self.repo, info.path, revision=version,
-                                                     local_dir=fresh))
-                if info.lfs:
-                    whole = sha256(file) == info.lfs.sha256
-                else:
-                    data = file.read_bytes()
-                    whole = (hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-                             == info.blob_id)
-                if not whole:
-                    raise Unavailable(f"{self.repo}: {info.path} arrived damaged")
-                found[info.path] = folder / info.path
-                found[info.path].parent.mkdir(parents=True, exist_ok=True)
-                os.replace(file, found[info.path])
-        return version, found
+        except FileNotFoundError:
+            return []                           # no such folder yet
+        return [(f.path, f.size, f.lfs.sha256 if f.lfs else f.blob_id)
+                for f in tree if hasattr(f, "size")]
 
     def commit(self, add: dict, delete=(), expect=None, message="update") -> str:
         operations = [self.hub.CommitOperationAdd(
@@ -355,15 +479,22 @@ class HubTransport:
             with self.errors():
                 return self.api.create_commit(self.repo, operations, commit_message=message,
                                               parent_commit=expect).oid
-        except Conflict as e:   # the Hub may say so to overlapping commits that asked for no head
+        except (Conflict, FileNotFoundError) as e:
+            # the Hub may say 412 to overlapping commits that asked for no head, too
             if expect is None:
                 raise Unavailable(str(e)) from e
-            raise
+            raise Conflict(str(e)) from e
 
     def squash(self):
         """Forget the history: overwritten weights stop counting against the quota."""
         with self.errors():
             self.api.super_squash_history(self.repo)
+
+
+def poll_interval(settings: dict, transport, *loops: float) -> float:
+    """Seconds between two looks: a tenth of the shortest inner loop, if not set."""
+    return settings["poll_interval"] or min(30.0, max(transport.least_poll, min(loops, default=0.0)
+                                                      / 10))
 
 
 def open_hub(name: str, create=False, private=True):
@@ -376,34 +507,119 @@ def open_hub(name: str, create=False, private=True):
     raise ValueError(f"distributed.hub={name}: wants a folder (./runs/hub) "
                      f"or a Hub repo (user/name)")
 
+# ---- what is published
+
+
+def parse_state(content: bytes) -> dict:
+    """The published state. Raises Refused where it is none."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        state = json.loads(content)
+        kinds = {"outer_step": int, "run_id": str, "progress": int, "nodes": dict, "files": dict,
+                 "config": dict, "norms": list}
+        if (all(isinstance(state[k], kind) for k, kind in kinds.items())
+                and all(len(state["files"][path]["sha256"]) == 64
+                        for path in (WEIGHTS, MOMENTUM, RESIDUAL, *state["files"]))):
+            return state
+    raise Refused(f"{STEP} is not what a master of this program writes")
+
+
+def read_state(transport, failed=say, stopped=lambda: False):
+    """(version, state) of the newest global model; waits, saying so, while there is none. Raises
+    Unavailable once stopped() holds."""
+    said = False
+    while not stopped():
+        version, content = retry(lambda: transport.read(STEP), failed, stopped)
+        if content is not None:
+            return version, parse_state(content)
+        if not said:
+            print("waiting  for a global model: is master.py running on this hub?", flush=True)
+            said = True
+        wait(2.0, stopped)
+    raise Unavailable("stopped before there was a global model")
+
+
+def read_global(transport, folder: Path, shapes: dict, base=None, wanted=lambda state: True,
+                failed=say, stopped=lambda: False):
+    """(state, weights) of the newest global model, of one version, checked by its hash; None if its
+    state is not a wanted one. By way of the updates if `base`, the (state, weights) of an earlier
+    one, is given and they are smaller. Raises Refused if its tensors have other shapes."""
+    def fetch(path, version, state):
+        transport.fetch(path, version, folder / "latest", state["files"][path]["sha256"])
+        return folder / "latest"
+
+    def attempt():
+        version, state = read_state(transport, failed, stopped)
+        if not wanted(state):
+            return None
+        files = state["files"]
+        try:
+            if base and base[0]["run_id"] == state["run_id"]:
+                updates = [UPDATE.format(n)
+                           for n in range(base[0]["outer_step"] + 1, state["outer_step"] + 1)]
+                if (files.keys() >= set(updates) and sum(files[path]["size"] for path in updates)
+                        < files[WEIGHTS]["size"]):
+                    weights = base[1]
+                    for path in updates:
+                        _, update = load_coded(fetch(path, version, state), shapes)
+                        weights = {k: v - update[k] for k, v in weights.items()}
+                    return state, weights
+            weights = load_file(fetch(WEIGHTS, version, state))
+        except FileNotFoundError as e:
+            raise Unavailable(f"the version that was read is gone: {e}") from e
+        except (SafetensorError, KeyError, ValueError) as e:
+            raise Refused(f"the global model cannot be read: {e}") from e
+        if shapes_of(weights) != shapes:
+            raise Refused("the global model of this hub has other tensors than this worker's model")
+        return state, weights
+    return retry(attempt, failed, stopped)
+
+
+def workspace() -> tempfile.TemporaryDirectory:
+    """A folder that goes when its process does; what killed processes have left goes now."""
+    for old in Path(tempfile.gettempdir()).glob("diloco_*"):
+        with contextlib.suppress(OSError, Timeout):
+            if time.time() - old.stat().st_mtime > 60:      # a young one may not be locked yet
+                with FileLock(old / "lock", timeout=0):
+                    shutil.rmtree(old)
+    folder = tempfile.TemporaryDirectory(prefix="diloco_")
+    folder.lock = FileLock(Path(folder.name) / "lock")
+    folder.lock.acquire()
+    return folder
+
 # ---- the master
 
 
-def check_delta(path, expected: dict, limit: int) -> dict:
+def check_delta(file, shapes: dict, limit: int) -> dict:
     """The header of a delta file, after every check that needs no tensor. Raises ValueError with
     the reason."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as f:
+    size = os.path.getsize(file)
+    with open(file, "rb") as f:
         length = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))[0]
     if size < 8 or length > min(size - 8, limit):
         raise ValueError(f"no safetensors file: a header of {length:,} bytes in a file of {size:,}")
     try:
-        with safe_open(path, "pt") as f:
-            header = f.metadata() or {}
-            shapes = {k: tuple(f.get_slice(k).get_shape()) for k in f.keys()}
+        with safe_open(file, "pt") as f:
+            header, there = f.metadata() or {}, {k: f.get_slice(k) for k in f.keys()}
+            there = {k: (v.get_dtype(), tuple(v.get_shape())) for k, v in there.items()}
     except (SafetensorError, OSError, ValueError) as e:
         raise ValueError(f"unreadable: {str(e).splitlines()[0]}") from None
-    if shapes != expected:
-        k = next(k for k in sorted(shapes.keys() | expected) if shapes.get(k) != expected.get(k))
-        raise ValueError(f"tensor {k[:80]} is {shapes.get(k, 'missing')}, "
-                         f"not {expected.get(k, 'wanted')}")
     try:
         numbers = {k: int(header[k]) for k in ("local_step", "base_outer_step", "steps", "tokens")}
-        if min(numbers.values()) < 0 or header["codec"] not in CODECS:
+        numbers["first_step"] = int(header.get("first_step",
+                                               numbers["local_step"] - numbers["steps"]))
+        floats = {"loss": float(header["loss"]), "seconds": float(header.get("seconds", 0))}
+        expected = {k: ({torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[dtype],
+                        shape)
+                    for k, (dtype, shape) in stored_shapes(shapes, header["codec"]).items()}
+        if min(numbers.values()) < 0 or not all(map(math.isfinite, floats.values())):
             raise ValueError
-        return {**header, **numbers, "loss": float(header["loss"])}
     except (KeyError, ValueError):
         raise ValueError(f"the header lacks something: {sorted(header)}") from None
+    if there != expected:
+        k = next(k for k in sorted(there.keys() | expected) if there.get(k) != expected.get(k))
+        raise ValueError(f"tensor {k[:80]} is {there.get(k, 'missing')}, "
+                         f"not {expected.get(k, 'wanted')}")
+    return {**header, **numbers, **floats}
 
 
 class MasterOuterLoop:
@@ -411,101 +627,139 @@ class MasterOuterLoop:
     anywhere, with an empty disk, and it goes on bit for bit.
 
     settings: the section `distributed` of the config. weights, and `published` (what a worker shall
-    know: "config", "buffers"), are used only where the repository holds no model yet.
-    evaluate(weights) -> validation loss, if given, is called before each publication. Raises
-    Refused when another master takes over.
+    know: "config", "buffers"), begin a repository that holds no model yet; of one that does,
+    `published` is brought up to date. evaluate(weights, step) -> validation loss or None, if given,
+    is called before each publication. Raises Refused when another master takes over.
     """
 
-    def __init__(self, transport, settings: dict, weights=None, published=None, evaluate=None,
-                 log=print):
+    def __init__(self, transport, settings: dict, weights: dict, published=None, evaluate=None,
+                 log=functools.partial(print, flush=True)):
         self.transport, self.settings, self.evaluate, self.log = transport, settings, evaluate, log
         self.optimizer = NesterovOuterOptimizer(settings["outer_lr"], settings["outer_momentum"],
                                                 settings["outer_warmup"])
-        self.work = tempfile.TemporaryDirectory(prefix="diloco_")
+        self.work = workspace()
         self.folder = Path(self.work.name)
         self.stop = False
         self.first_seen = None          # when the first delta of the coming round was seen
-        self.version, files = self.read(STEP, WEIGHTS, MOMENTUM, HISTORY)
-        # the published state, as it stands there
-        self.content = files[STEP].read_bytes() if STEP in files else None
-        if self.content:
-            self.state = json.loads(self.content)
-            for path, meta in self.state["files"].items():
-                if path not in files or sha256(files[path]) != meta["sha256"]:
-                    raise Refused(f"{path} is not what {STEP} says: the repository is damaged")
-            self.weights, self.momentum = load_file(files[WEIGHTS]), load_file(files[MOMENTUM])
-            self.history = files[HISTORY].read_bytes()
-            changed = {}
-        elif weights is None:
-            raise Refused("the repository holds no global model yet")
-        else:
+        self.warned, self.started = set(), time.monotonic()
+        self.listed, self.listing = None, ({}, [])      # the version that was listed last
+        self.own = []                   # tags of the states this master has published, newest last
+        for attempt in range(5):
+            try:
+                return self.take_over(weights, published or {})
+            except Superseded:          # a commit came between, of a master that has died, or that
+                if attempt == 4:        # will stop when it sees ours
+                    raise
+
+    def patiently(self, work):
+        def failed(error, retry_in):
+            self.log(f"hub_error {error}; next try in {retry_in:.0f} s")
+        return retry(work, failed, lambda: self.stop)
+
+    def take_over(self, weights: dict, published: dict):
+        """Load what is published, and commit: from then on the commit of any other master fails."""
+        self.version, self.content = self.patiently(lambda: self.transport.read(STEP))
+        if self.content is None:
             self.weights = {k: v.detach().float().cpu().clone() for k, v in weights.items()}
             self.momentum = {k: torch.zeros_like(v) for k, v in self.weights.items()}
-            self.history = b""
-            self.state = {"outer_step": 0, "run_id": os.urandom(8).hex(), "nodes": {}, "norms": [],
-                          "progress": 0, **(published or {}), "files": {}}
-            changed = {WEIGHTS: self.weights, MOMENTUM: self.momentum}
-        # Take the repository: from here on the commit of any other master fails, and that one
-        # stops.
-        self.publish({**self.state, "master": os.urandom(4).hex()}, changed, self.history)
-
-    def read(self, *paths):
-        return retry(lambda: self.transport.snapshot(paths, self.folder), self.log,
-                     lambda: self.stop)
+            self.residual, self.history = {}, b""
+            changed = {WEIGHTS: self.weights, MOMENTUM: self.momentum, RESIDUAL: self.residual}
+            self.state = {"outer_step": 0, "run_id": os.urandom(8).hex(), "progress": 0,
+                          "nodes": {}, "norms": [], "config": {}, "buffers": [], "files": {}}
+        else:
+            self.state, changed = parse_state(self.content), {}
+            try:
+                for path in (WEIGHTS, MOMENTUM, RESIDUAL):
+                    tag = self.state["files"][path]["sha256"]
+                    self.patiently(lambda: self.transport.fetch(
+                        path, self.version, self.folder / path, tag))
+                self.weights, self.momentum, self.residual = (
+                    load_file(self.folder / path) for path in (WEIGHTS, MOMENTUM, RESIDUAL))
+            except FileNotFoundError as e:
+                raise Superseded(f"the repository changed while it was read: {e}") from e
+            if shapes_of(self.weights) != shapes_of(weights):
+                raise Refused("the model on this hub is another one: leave the flags of the model "
+                              "out, or use another --hub")
+            self.history = self.patiently(
+                lambda: self.transport.read(HISTORY, self.version))[1] or b""
+        self.publish({**self.state, **published, "master": os.urandom(4).hex()}, changed,
+                     self.history)
+        self.log(f"master   at outer step {self.state['outer_step']} of run "
+                 f"{self.state['run_id']}: waiting for deltas")
 
     def publish(self, state: dict, changed: dict, history: bytes, delete=()):
         """Put a new state out in one commit. Raises Refused if the one there is not the one this
         was made from."""
-        add, files = {HISTORY: history}, dict(state["files"])
+        add, files, delete = {HISTORY: history}, dict(state["files"]), set(delete)
         for path, tensors in changed.items():
             add[path] = self.folder / path.replace("/", "_")
-            save_file(tensors, add[path])
-            files[path] = {"sha256": sha256(add[path]), "size": add[path].stat().st_size}
-        content = add[STEP] = json.dumps({**state, "files": files}, indent=1).encode()
+            files[path] = self.patiently(lambda: save(tensors, add[path],
+                                                      {"codec": self.settings["codec"]}))
+        old = UPDATE.format(state["outer_step"] - UPDATES)
+        if files.pop(old, None):
+            delete.add(old)
+        state = {**state, "files": files,
+                 "finished": 0 < self.settings["max_outer_steps"] <= state["outer_step"]}
+        content = add[STEP] = json.dumps(state, indent=1).encode()
 
         def commit():
-            while True:
+            for pause in (0.0, 0.0, 0.2, 1.0, 5.0):
                 try:
-                    self.version = self.transport.commit(add, delete, self.version,
+                    self.version = self.transport.commit(add, sorted(delete), self.version,
                                                          f"outer step {state['outer_step']}")
                     return
                 # the head has moved, or an answer was lost: look first
                 except (Conflict, Unavailable) as e:
                     doubt = e
-                self.version, there = self.transport.snapshot([STEP], self.folder)
-                there = there[STEP].read_bytes() if STEP in there else None
+                self.version, there = self.transport.read(STEP)
                 if there == content:
                     return
-                self.must_be_ours(there)
+                if there != self.content:
+                    self.superseded(there)
                 if isinstance(doubt, Unavailable):
                     raise doubt
-                # only deltas have come: once more, on the new head
-        retry(commit, self.log, lambda: False)
+                # only deltas have come, or somebody has deleted one: once more, on the new head
+                delete.intersection_update(
+                    path for folder in ("nodes/", "global/")
+                    for path, _, _ in self.transport.list(folder, self.version))
+                wait(pause, lambda: self.stop)
+            raise Unavailable("commits of others come faster than ours")
+        self.patiently(commit)
         self.state, self.content, self.history = json.loads(content), content, history
+        self.own = [*self.own, hashlib.sha256(content).hexdigest()][-8:]
 
-    def must_be_ours(self, there):
-        if there != self.content:
-            raise Refused(f"another master has taken the repository over; "
-                          f"this one stops at outer step {self.state['outer_step']}")
+    def superseded(self, there):
+        """The state there is not the newest of ours. Raises what that means."""
+        if hashlib.sha256(there or b"").hexdigest() in self.own[:-1]:   # a cache may lag behind
+            raise Unavailable("the repository answers with an older version")
+        raise Superseded(f"another master has taken the repository over; "
+                         f"this one stops at outer step {self.state['outer_step']}")
 
     def waiting(self):
-        """(version, {node: [(local step, path, size)]}, [(path, reason)] of what is no delta's
-        name)."""
-        version, found = retry(lambda: self.transport.list("nodes/"), self.log, lambda: self.stop)
+        """{node: [(local step, path, size, tag)]}, [(path, reason)] of what is no delta's name.
+        Raises Refused if another master has published."""
+        def look():
+            version, tag = self.transport.head()
+            if not fits(self.content, tag):
+                there = self.transport.read(STEP, version)[1]
+                if there != self.content:
+                    self.superseded(there)
+            if version != self.listed:
+                self.listing = sorted(self.transport.list("nodes/", version))
+                self.version = self.listed = version
+        self.patiently(look)
         nodes, strange = {}, []
-        for path, size in found:
+        for path, size, tag in self.listing:
             match = DELTA.fullmatch(path)
             if match and NODE_ID.fullmatch(match[1]):
-                nodes.setdefault(match[1], []).append((int(match[2]), path, size))
+                nodes.setdefault(match[1], []).append((int(match[2]), path, size, tag))
             else:
                 strange.append((path, "not the name of a delta"))
-        return version, {node: sorted(nodes[node]) for node in sorted(nodes)}, strange
+        return {node: sorted(deltas) for node, deltas in nodes.items()}, strange
 
     def active(self) -> set:
         """Nodes that a round waits for."""
-        last = self.state["outer_step"] + 1 - ACTIVE_ROUNDS
-        return {node for node, books in self.state["nodes"].items()
-                if books["outer_step"] >= max(1, last)}
+        return active_nodes(self.state["nodes"], self.state["outer_step"])
 
     def due(self, nodes) -> bool:
         """Whether the round closes now: all are there, or the quorum is, or it has waited long
@@ -515,8 +769,25 @@ class MasterOuterLoop:
             return False
         if self.first_seen is None:
             self.first_seen = time.monotonic()
-        return (self.active() <= nodes or 0 < self.settings["quorum"] <= len(nodes)
-                or time.monotonic() - self.first_seen > self.settings["round_timeout"])
+        if self.transport.limited:
+            times = [json.loads(line)["time"] for line in self.history.splitlines()[-128:]]
+            if not may_commit(self.settings, self.transport, len(self.active()), times,
+                              time.time()):
+                return False
+        return (set() < self.active() <= nodes or 0 < self.settings["quorum"] <= len(nodes)
+                or time.monotonic() - self.first_seen > self.round_timeout())
+
+    def loops(self) -> list:
+        """Seconds of an inner loop of each active node, shortest first."""
+        return sorted(self.state["nodes"][node]["seconds"] for node in self.active())
+
+    def round_timeout(self) -> float:
+        """Seconds that a round waits after its first delta: while no node is known, a quarter of
+        the time that one took to come, for those who began at the same time."""
+        loops = self.loops()
+        return self.settings["round_timeout"] or (
+            2 * statistics.median(loops) if loops
+            else min(30.0, (self.first_seen - self.started) / 4))
 
     def sync_once(self) -> int:
         """One outer round over the deltas that are there now. Returns the outer step; without
@@ -525,141 +796,143 @@ class MasterOuterLoop:
         Raises Refused if another master has published since.
         """
         began = time.monotonic()
-        self.version, nodes, strange = self.waiting()
-        _, files = self.read(STEP)
-        self.must_be_ours(files[STEP].read_bytes() if STEP in files else None)
-        deltas, refused, delete = [], [], []
+        nodes, strange = self.waiting()
         books = {node: dict(entry) for node, entry in self.state["nodes"].items()}
-        for path, reason in strange:
-            refused.append({"path": path, "reason": reason})
-            delete.append(path)
-        for node, waiting in nodes.items():
-            for local_step, path, size in waiting:
+        total = {k: torch.zeros_like(v) for k, v in self.weights.items()}
+        merged, delete = [], [path for path, _ in strange]
+        refused = [{"path": path, "reason": reason} for path, reason in strange]
+        # fixed order, nodes by name and each by step: the order of arrival cannot change a bit
+        for node in sorted(nodes):
+            for local_step, path, size, tag in nodes[node]:
                 try:
-                    delta = self.examine(node, local_step, path, size, books)
-                except FileNotFoundError:
-                    continue                    # gone since it was listed
+                    merged.append(self.add_delta(total, node, local_step, path, size, tag, books))
+                except FileNotFoundError:       # gone since it was listed
+                    continue
                 except ValueError as e:
                     refused.append({"path": path, "reason": str(e)})
                     entry = books.setdefault(node, self.new_books())
-                    entry["refused"] = [*entry["refused"],
-                                        {"local_step": local_step, "reason": str(e)}][-20:]
                     entry["refusals"] += 1
-                else:
-                    deltas.append(delta)
+                    entry["refused"] = [*entry["refused"][-19:],
+                                        {"number": entry["refusals"], "local_step": local_step,
+                                         "reason": str(e)}]
                 delete.append(path)
         if not delete:
             return self.state["outer_step"]
 
-        merged = {d["node"] for d in deltas}
+        contributors = {m["node"] for m in merged}
         outer_step = self.state["outer_step"] + bool(merged)
-        for node in merged:
+        for node in contributors:
             books[node]["outer_step"] = outer_step
         state = {**self.state, "outer_step": outer_step, "nodes": books,
-                 "progress": max([self.state["progress"], *(d["local_step"] for d in deltas)]),
-                 "norms": [*self.state["norms"], *(d["norm"] for d in deltas)][-64:]}
-        line = {"event": "round", "outer_step": outer_step, "refused": refused,
-                "bytes_in": sum(d["size"] for d in deltas),
-                "merged": [{k: d[k] for k in ("node", "local_step", "base_outer_step", "steps",
-                                              "tokens", "norm", "loss")}
-                           for d in deltas]}
-        changed, weights, momentum = {}, self.weights, self.momentum
+                 "progress": max([self.state["progress"], *(m["local_step"] for m in merged)]),
+                 "norms": [*self.state["norms"], *(m["norm"] for m in merged)][-64:]}
+        line = {"event": "round", "outer_step": outer_step, "merged": merged, "refused": refused}
+        changed, weights = {}, self.weights
         if merged:
-            active = len({n for n in books if books[n]["outer_step"] > outer_step - ACTIVE_ROUNDS})
-            weights, momentum, line["norm"] = self.merge(deltas, active, len(merged))
-            changed = {WEIGHTS: weights, MOMENTUM: momentum}
-            if self.evaluate:
-                line["val_loss"] = state["val_loss"] = self.evaluate(weights)
-        line["bytes_out"] = sum(v.numel() * 4 for t in changed.values() for v in t.values())
-        line["seconds"] = time.monotonic() - began
-        line["time"] = time.time()
+            active = len(contributors | active_nodes(books, outer_step))
+            weights, momentum, residual, update = self.outer_step(total, active, len(contributors))
+            changed = {WEIGHTS: weights, MOMENTUM: momentum, RESIDUAL: residual}
+            if self.settings["codec"] != "fp32":        # which is not smaller than the model
+                changed[UPDATE.format(outer_step)] = update
+            line["norm"] = norm_of(weights[k] - self.weights[k] for k in weights)
+            val_loss = self.evaluate(weights, state["progress"]) if self.evaluate else None
+            if val_loss is not None:
+                line["val_loss"] = state["val_loss"] = val_loss
+        line |= {"bytes_in": sum(m.pop("bytes") for m in merged),
+                 "bytes_out": sum(v.nbytes for t in changed.values() for v in t.values()),
+                 "seconds": time.monotonic() - began, "time": time.time()}
         self.publish(state, changed, self.history + json.dumps(line).encode() + b"\n", delete)
-        self.weights, self.momentum, self.first_seen = weights, momentum, None
+        if merged:
+            self.weights, self.momentum, self.residual = weights, momentum, residual
+            self.warn(line)
+        self.first_seen = None
         self.report(line)
-        for d in deltas:
-            d["file"].unlink()
         if (merged and self.settings["squash_every"]
                 and outer_step % self.settings["squash_every"] == 0):
-            retry(self.transport.squash, self.log, lambda: self.stop)
+            self.patiently(self.transport.squash)
         return outer_step
 
     @staticmethod
     def new_books() -> dict:
         return {"incarnation": "", "local_step": 0, "steps": 0, "lost": 0, "tokens": 0,
-                "loss": None, "outer_step": 0, "base_outer_step": 0, "last_seen": 0.0,
-                "refusals": 0, "refused": []}
+                "loss": None, "outer_step": 0, "base_outer_step": 0, "seconds": 0.0,
+                "final": False, "last_seen": 0.0, "refusals": 0, "refused": []}
 
-    def examine(self, node, local_step, path, size, books) -> dict:
-        """Fetch a delta, check all that can be checked and book it. Raises ValueError with the
-        reason to refuse it."""
-        model = sum(v.numel() for v in self.weights.values())
+    def add_delta(self, total, node, local_step, path, size, tag, books) -> dict:
+        """Fetch a delta, check all that can be checked, book it and add it to the total of tensors.
+        What history.jsonl says of it. Raises ValueError with the reason to refuse it."""
         header_limit = 1 << 20 | 400 * len(self.weights)
-        if size > 4 * model + header_limit:
+        if size > 4 * sum(v.numel() for v in self.weights.values()) + header_limit:
             raise ValueError(f"{size:,} bytes, more than this model can need")
-        _, files = self.read(path)
-        if path not in files:
-            raise FileNotFoundError(path)
-        file = files[path]
-        d = check_delta(file, {k: tuple(v.shape) for k, v in self.weights.items()}, header_limit)
+        file = self.folder / "delta"
+        self.patiently(lambda: self.transport.fetch(path, self.version, file, tag))
+        shapes = shapes_of(self.weights)
+        d = check_delta(file, shapes, header_limit)
         entry = books.setdefault(node, self.new_books())
         if d["run_id"] != self.state["run_id"]:
             raise ValueError(f"of another run, {d['run_id'][:40]}")
         if d["node_id"] != node or d["local_step"] != local_step:
             raise ValueError(f"its header says {d['node_id'][:64]} at step {d['local_step']}")
-        if d["incarnation"] < entry["incarnation"]:
-            raise ValueError("of a worker whose node id another worker has taken over")
-        if d["incarnation"] == entry["incarnation"] and local_step <= entry["local_step"]:
-            raise ValueError(f"a replay: step {entry['local_step']} is merged already")
         if d["base_outer_step"] > self.state["outer_step"]:
             raise ValueError(f"based on outer step {d['base_outer_step']}, which does not exist")
+        if d["incarnation"] < entry["incarnation"]:
+            entry["lost"] += d["steps"]
+            raise ValueError("of a worker whose node id another worker has taken over")
+        before = d["first_step"]
+        if d["incarnation"] == entry["incarnation"]:
+            before = entry["local_step"]
+            if local_step <= before:
+                raise ValueError(f"a replay: step {before} is merged already")
+        gap = local_step - d["steps"] - before
+        if gap < 0:
+            raise ValueError(f"of {d['steps']} steps, {-gap} of which are not new")
+        entry["lost"] += gap                    # what was sent in between did not come or was bad
         # From here on the node's work is booked: as merged, or as lost.
-        if d["incarnation"] == entry["incarnation"]:    # what it sent in between was refused unread
-            entry["lost"] += max(0, local_step - d["steps"] - entry["local_step"])
-        lost = None
+        entry |= {"incarnation": d["incarnation"], "local_step": local_step, "loss": d["loss"],
+                  "seconds": d["seconds"], "final": d.get("final") == "True",
+                  "last_seen": time.time(), "base_outer_step": d["base_outer_step"]}
         stale = self.state["outer_step"] - d["base_outer_step"]
+        scale = (1 + stale) ** -self.settings["staleness_power"]
+        _, delta = load_coded(file, shapes)
+        norm, lost = norm_of(delta.values()), None
         if self.settings["max_staleness"] and stale > self.settings["max_staleness"]:
             lost = f"{stale} outer steps old, more than max_staleness"
-        with safe_open(file, "pt") as f:
-            norms = [torch.linalg.vector_norm(decode({k: f.get_tensor(k)})[k])
-                     for k in self.weights]
-        norm = torch.linalg.vector_norm(torch.stack(norms)).item()
-        if not norm < float("inf"):
+        if not norm < math.inf:
             lost = "it holds numbers that are not finite"
-        entry |= {"incarnation": d["incarnation"], "local_step": local_step, "loss": d["loss"],
-                  "last_seen": time.time(), "base_outer_step": d["base_outer_step"]}
         if lost:
             entry["lost"] += d["steps"]
             raise ValueError(lost)
+        ratio, norms = self.settings["max_norm_ratio"], self.state["norms"]
+        if ratio and len(norms) >= 4:           # an outsized delta is scaled down, not refused
+            scale *= min(1.0, ratio * statistics.median(norms) / max(norm, 1e-30))
+        for k, g in total.items():
+            g.add_(delta[k], alpha=scale)
         entry["steps"] += d["steps"]
         entry["tokens"] += d["tokens"]
-        scale = (1 + stale) ** -self.settings["staleness_power"]
-        ratio = self.settings["max_norm_ratio"]
-        if ratio and len(self.state["norms"]) >= 4:  # an outsized delta is scaled down, not refused
-            scale *= min(1.0, ratio * statistics.median(self.state["norms"]) / max(norm, 1e-30))
-        kept = file.rename(self.folder / f"{node}_{local_step}.delta")
-        return {**d, "node": node, "norm": norm * scale, "scale": scale, "size": size, "file": kept}
+        return {"node": node, **{k: d[k] for k in ("local_step", "base_outer_step", "steps",
+                                                   "tokens", "loss")},
+                "norm": norm * scale, "bytes": size}
 
-    def merge(self, deltas, active: int, contributors: int):
-        """New (weights, momentum, norm of the step), a tensor at a time: memory does not grow with
-        the deltas.
-
-        Fixed order, nodes by name and each by step, so the order of arrival cannot change a bit.
-        """
-        f_round, outer_step = contributors / active, self.state["outer_step"]
-        weights, momentum, norms = {}, {}, []
-        for name, weight in self.weights.items():
-            g = torch.zeros_like(weight)
-            for d in deltas:
-                # opened for each tensor: nothing stays mapped
-                with safe_open(d["file"], "pt") as f:
-                    g.add_(decode({name: f.get_tensor(name)})[name], alpha=d["scale"])
-            if name in self.state.get("buffers", ()):
-                weights[name], momentum[name] = weight - g / contributors, self.momentum[name]
+    def outer_step(self, total: dict, active: int, contributors: int):
+        """New (weights, momentum, residual) and the coded update, from the sum of all deltas. The
+        weights move by exactly what the update says; what its rounding keeps back is in the
+        residual, and goes out with the next one."""
+        change, momentum, codec = {}, {}, self.settings["codec"]
+        for k, weight in self.weights.items():
+            kept = self.residual[k].float() if k in self.residual else torch.zeros_like(weight)
+            if k in self.state["buffers"]:
+                change[k], momentum[k] = kept + total[k] / contributors, self.momentum[k]
             else:
-                weights[name], momentum[name] = self.optimizer.step(
-                    weight, self.momentum[name], g / active, f_round, outer_step)
-            norms.append(torch.linalg.vector_norm(weights[name] - weight))
-        return weights, momentum, torch.linalg.vector_norm(torch.stack(norms)).item()
+                moved, momentum[k] = self.optimizer.step(
+                    -kept, self.momentum[k], total[k] / active, contributors / active,
+                    self.state["outer_step"])
+                change[k] = -moved
+        shapes = shapes_of(change)
+        update = encode(change, codec)
+        said = decode(update, shapes, codec)
+        return ({k: v - said[k] for k, v in self.weights.items()}, momentum,
+                {k: (v - said[k]).bfloat16() for k, v in change.items()
+                 if form(v.shape, codec) != torch.float32}, update)
 
     def report(self, line: dict):
         for r in line["refused"]:
@@ -667,23 +940,114 @@ class MasterOuterLoop:
         nodes = sorted({m["node"] for m in line["merged"]})
         if nodes:
             val = f" | val {line['val_loss']:.4f}" if "val_loss" in line else ""
-            self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/{len(self.active())} "
-                     f"{','.join(nodes)[:40]} | "
-                     f"norm {line['norm']:.3f}{val} | {line['bytes_in'] / 1e6:.1f} MB in | "
+            known = len(self.active().union(nodes))
+            self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/{known} "
+                     f"{','.join(nodes)[:40]} | norm {line['norm']:.3f}{val} | "
+                     f"{line['bytes_in'] / 1e6:.1f} MB in | "
                      f"{line['bytes_out'] / 1e6:.1f} MB out | {line['seconds']:.1f} s")
 
+    def warn(self, line: dict):
+        """Say once what is known to go badly, and the setting that helps."""
+        s, books, ages = self.settings, self.state["nodes"], [
+            line["outer_step"] - 1 - m["base_outer_step"] for m in line["merged"]]
+        tokens = {node: entry["tokens"] for node, entry in books.items()}
+        most = max(tokens, key=tokens.get)
+        for kind, holds, text in (
+                ("short", s["inner_steps"] <= 10 and s["outer_momentum"] >= 0.9,
+                 f"an outer momentum of {s['outer_momentum']} over inner loops of "
+                 f"{s['inner_steps']} steps overshoots: lower --outer-momentum to 0.8, or raise "
+                 f"--inner-steps"),
+                ("stale", statistics.median(ages) >= 3,
+                 "deltas come three and more rounds late: raise --inner-steps, so that an inner "
+                 "loop is longer than an upload and a download"),
+                ("large", len(books) > 2 and tokens[most] > sum(tokens.values()) / 2,
+                 f"node {most} trains more than half of all tokens, and counts as one of "
+                 f"{len(books)}: raise --target-batch-size there")):
+            if holds and kind not in self.warned:
+                self.warned.add(kind)
+                self.log(f"notice   {text}")
+
     def run(self):
-        """Round after round, until `stop` is set or max_outer_steps is reached."""
-        seen = None
-        while not self.stop and not (
-                0 < self.settings["max_outer_steps"] <= self.state["outer_step"]):
-            head = retry(self.transport.head, self.log, lambda: self.stop)
-            if head != seen or self.first_seen:
-                _, nodes, strange = self.waiting()
-                if self.due(set(nodes)) or strange:
+        """Round after round, until `stop` is set or max_outer_steps is reached. An idle poll is one
+        HEAD."""
+        try:
+            while not self.stop and not self.state["finished"]:
+                nodes, strange = self.waiting()
+                if self.due(set(nodes)) or strange and not nodes:
                     self.sync_once()
-                seen = head
-            wait(self.settings["poll_interval"], lambda: self.stop)
+                wait(poll_interval(self.settings, self.transport, *self.loops()),
+                     lambda: self.stop)
+        except Unavailable:     # only once `stop` is set
+            self.log("notice   the repository is not reachable now; what waits there is merged "
+                     "when a master starts again")
+
+
+def shapes_of(tensors: dict) -> dict:
+    return {k: tuple(v.shape) for k, v in tensors.items()}
+
+
+def active_nodes(books: dict, outer_step: int) -> set:
+    """Nodes that are at work, as far as the books know."""
+    return {node for node, entry in books.items()
+            if entry["outer_step"] >= max(1, outer_step + 1 - ACTIVE_ROUNDS) and not entry["final"]}
+
+
+def may_commit(settings: dict, transport, nodes: int, times, now: float) -> bool:
+    """Whether a node, or the master, that has committed at these times may do so now, so that all
+    together stay below commits_per_hour. Everybody has an equal share, and one is kept for a node
+    that joins. The first half of it is free; then the gaps grow until they last."""
+    limit = settings["commits_per_hour"]
+    if not transport.limited or not limit:
+        return True
+    share, window = limit / (nodes + 2), 3600.0
+    if share < 1:
+        share, window = 1.0, window / share
+    share = int(share)
+    used = sum(now - t < window for t in times)
+    gap = window / share * 2 * (2 * used / share - 1)
+    return used < share and (not times or now - times[-1] >= gap)
+
+
+def norm_of(tensors) -> float:
+    """Euclidean norm over all tensors, to six digits: the last bits may differ by machine."""
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v) for v in tensors]))
+    return float(f"{norm.item():.6g}")
+
+
+def status(transport, rows: int = 20) -> str:
+    """The nodes of a swarm, and the loss in about `rows` of its outer steps, as a table. It only
+    reads. Raises Refused if there is no swarm."""
+    version, content = retry(lambda: transport.read(STEP))
+    if content is None:
+        raise Refused("there is no global model on this hub yet")
+    state = parse_state(content)
+    history = retry(lambda: transport.read(HISTORY, version))[1] or b""
+    found = retry(lambda: transport.list("nodes/"))
+    waiting = Counter(match[1] for path, _, _ in found if (match := DELTA.fullmatch(path)))
+    lines = [f"run {state['run_id']} | outer step {state['outer_step']} | step {state['progress']} "
+             f"| {len(state['nodes'])} nodes | {waiting.total()} deltas waiting", "",
+             f"{'node':<16} {'last seen':>10} {'at step':>8} {'merged':>8} {'lost':>6} "
+             f"{'waiting':>7} {'tokens':>13} {'loss':>7} {'stale':>5} {'refused':>7}"]
+    for node in sorted(state["nodes"].keys() | waiting):
+        b = state["nodes"].get(node, MasterOuterLoop.new_books())
+        seen = f"{time.time() - b['last_seen']:,.0f} s" if b["last_seen"] else "never"
+        loss = "-" if b["loss"] is None else f"{b['loss']:.4f}"
+        lines.append(f"{node:<16} {seen:>10} {b['local_step']:>8} {b['steps']:>8} {b['lost']:>6} "
+                     f"{waiting[node]:>7} {b['tokens']:>13,} {loss:>7} "
+                     f"{state['outer_step'] - b['base_outer_step']:>5} {b['refusals']:>7}")
+        if b["refused"]:
+            lines.append(f"  last refused: step {b['refused'][-1]['local_step']}, "
+                         f"{b['refused'][-1]['reason']}")
+    rounds = [line for line in map(json.loads, history.splitlines()) if line["merged"]]
+    if rounds:
+        lines += ["", f"{'outer step':>10} {'train loss':>10} {'val loss':>8} {'norm':>8}  nodes"]
+    for r in [r for i, r in enumerate(rounds)
+              if (len(rounds) - 1 - i) % math.ceil(len(rounds) / rows) == 0]:
+        losses, nodes = [m["loss"] for m in r["merged"]], sorted({m["node"] for m in r["merged"]})
+        val = f"{r['val_loss']:.4f}" if "val_loss" in r else "-"
+        lines.append(f"{r['outer_step']:>10} {sum(losses) / len(losses):>10.4f} {val:>8} "
+                     f"{r['norm']:>8.3f}  {','.join(nodes)[:40]}")
+    return "\n".join(lines)
 
 # ---- the worker
 
@@ -704,56 +1068,50 @@ def set_tensors(tensors: dict, values: dict):
         tensor.copy_(values[name])
 
 
-def read_published(transport, folder: Path, log=print, stopped=lambda: False):
-    """(state, weights file) of the newest global model, checked; waits, saying so, while there is
-    none."""
-    said = False
-    while not stopped():
-        _, files = retry(lambda: transport.snapshot([STEP, WEIGHTS], folder), log, stopped)
-        if STEP in files:
-            state = json.loads(files[STEP].read_bytes())
-            if WEIGHTS in files and sha256(files[WEIGHTS]) == state["files"][WEIGHTS]["sha256"]:
-                return state, files[WEIGHTS]
-            log("hub      the weights do not fit their hash; reading again")
-        elif not said:
-            log("waiting  for a global model: is master.py running on this hub?")
-            said = True
-        wait(2.0, stopped)
-    raise Refused("stopped before there was a global model")
-
-
 class DumbDiLoCo:
     """The worker side: the Trainer's coordinator.
 
     Its invariant, in tensors of the model's shapes:
         weights  = G - sent, not merged - unsent           G: the global model installed last
         baseline = G - sent, not merged                    so weights = baseline - unsent
-    A background thread does all input and output. Training waits for it only at the start, at the
-    end, and at each boundary with settings["wait"].
+    Two background threads do all input and output, one up and one down. Training waits for them
+    only at the start, at the end, and at each boundary with settings["wait"]. Trouble that does not
+    pass ends the training with its state saved, and is in `failed`.
     """
 
-    def __init__(self, transport, node_id: str, settings: dict, log=print):
+    def __init__(self, transport, node_id: str, settings: dict):
         if not NODE_ID.fullmatch(node_id):
-            raise ValueError(f"distributed.node_id={node_id!r}: wants letters, digits, dot, dash, "
-                             f"underscore; at most 64")
-        self.transport, self.node_id, self.settings, self.log = transport, node_id, settings, log
+            raise ValueError(f"distributed.node_id={node_id!r}: write --node-id=NAME, up to 64 "
+                             f"letters, digits, dots, dashes, underscores")
+        self.transport, self.node_id, self.settings = transport, node_id, settings
         self.incarnation = f"{time.time_ns():020d}-{os.urandom(4).hex()}"
-        self.work = tempfile.TemporaryDirectory(prefix="diloco_")
+        self.work = workspace()
         self.folder = Path(self.work.name)
+        self.state = None               # that of G
         self.saved = None               # the state of a checkpoint, to be reconciled in start()
+        self.unsent_then = None         # of that checkpoint
+        self.first_step = 0             # the local step at which this node joined
+        self.ramp = False               # whether that was in the middle of a run
+        self.pushes = deque(maxlen=128)         # when the last deltas were sent
         self.sent = []                  # [(local step, decoded delta)], uploaded and not in G
         self.sending = None             # the delta on its way: {"local_step", "delta", ...}
         self.done, self.failed = None, None     # results of the background thread
         self.arrived = None             # (state, weights) of a newer global model
-        self.closing = False
+        self.errors = deque()           # what the background thread has met, to be told
+        self.seen = None                # tag of the published state looked at last
+        self.closing = self.warned = False
+        self.loop = 0.0                 # seconds between the last two deltas
         self.wake = threading.Condition()
 
     # what a checkpoint holds
 
     def state_dict(self) -> dict:
+        if not self.state:
+            return self.saved
         return {"incarnation": self.incarnation, "baseline": self.baseline,
                 "last_sent": self.last_sent, "tokens_sent": self.tokens_sent,
-                "outer_step": self.state["outer_step"], "run_id": self.state["run_id"],
+                "first_step": self.first_step, "outer_step": self.state["outer_step"],
+                "run_id": self.state["run_id"],
                 "sending": self.sending and {k: self.sending[k] for k in ("local_step", "delta")}}
 
     def load_state_dict(self, state: dict):
@@ -762,55 +1120,73 @@ class DumbDiLoCo:
     # called by the Trainer
 
     def start(self, trainer):
+        def failed(error, retry_in):
+            self.errors.append((error, retry_in))
+            self.tell(trainer)
+
         def stopped():
             return bool(trainer.stop_signal)
-        self.state, file = read_published(self.transport, self.folder, self.log, stopped)
-        new = load_file(file)
         self.tensors = swarm_tensors(trainer.model)
-        ours = {k: tuple(v.shape) for k, v in self.tensors.items()}
-        if ours != {k: tuple(v.shape) for k, v in new.items()}:
-            raise Refused("the global model of this hub has other tensors than this worker's model")
-        if self.saved and self.saved["run_id"] == self.state["run_id"]:
-            self.reconcile(trainer, new)
-        else:
-            if self.saved:
-                self.log("notice   the checkpoint is of another run of this hub: "
-                         "joining as a new node")
-            self.baseline = new
-            set_tensors(self.tensors, new)
-            trainer.step = (max(trainer.step, self.state["progress"]) if not self.saved
-                            else self.state["progress"])
-            trainer.position = trainer.step * trainer.config["data"]["target_batch_size"]
-            self.last_sent, self.tokens_sent = trainer.step, trainer.tokens
-        self.joined = trainer.step
+        self.shapes = shapes_of(self.tensors)
+        try:
+            while True:
+                # what waits is listed first: what the master merges meanwhile is in the state
+                listed = retry(lambda: self.transport.list(f"nodes/{self.node_id}/"), failed,
+                               stopped)
+                waiting = {int(match[2]): (path, tag) for path, _, tag in listed
+                           if (match := DELTA.fullmatch(path))}
+                self.state, new = read_global(self.transport, self.folder, self.shapes,
+                                              failed=failed, stopped=stopped)
+                try:
+                    self.join(trainer, new, waiting, failed, stopped)
+                    break
+                except FileNotFoundError:       # merged just now
+                    continue
+        except Unavailable:     # only once the trainer was told to stop
+            self.state = None
+            return
         trainer.emit("join", f"{trainer.progress()} | {self.node_id} joined "
                      f"at outer step {self.state['outer_step']}",
                      outer_step=self.state["outer_step"], step=trainer.step)
-        self.thread = threading.Thread(target=self.exchange, daemon=True)
-        self.thread.start()
+        self.pushed = time.monotonic()
+        self.begin()
 
-    def reconcile(self, trainer, new: dict):
+    def join(self, trainer, new: dict, waiting: dict, failed, stopped):
+        books = self.state["nodes"].get(self.node_id, {})
+        self.refusals = books.get("refusals", 0)
+        if self.saved and self.saved["run_id"] == self.state["run_id"]:
+            self.reconcile(trainer, new, waiting, failed, stopped)
+            return
+        if self.saved:
+            print("notice   the checkpoint is of another run of this hub: joining as a new node",
+                  flush=True)
+        self.rebase(new, {k: torch.zeros_like(v) for k, v in new.items()})
+        # beyond what waits there of an earlier worker of this name: nothing is overwritten
+        trainer.step = max([self.state["progress"], books.get("local_step", 0), *waiting])
+        trainer.position = trainer.step * trainer.config["data"]["target_batch_size"]
+        self.last_sent = self.first_step = trainer.step
+        self.tokens_sent, self.ramp = trainer.tokens, trainer.step > 0
+
+    def reconcile(self, trainer, new: dict, waiting: dict, failed, stopped):
         """After a restart: what the hub has of this incarnation, waiting or merged, is not trained
         again."""
         saved, self.incarnation = self.saved, self.saved["incarnation"]
+        self.first_step = saved["first_step"]
         books = self.own_books(self.state)
         merged = books["local_step"] if books.get("incarnation") == self.incarnation else 0
-        waiting = []
-        _, found = retry(lambda: self.transport.list(f"nodes/{self.node_id}/"), self.log,
-                         lambda: False)
-        for path, _ in found:
-            match = DELTA.fullmatch(path)
-            if match and int(match[2]) > merged:
-                _, files = retry(lambda: self.transport.snapshot([path], self.folder), self.log,
-                                 lambda: False)
-                with contextlib.suppress(SafetensorError, KeyError, ValueError):
-                    with safe_open(files[path], "pt") as f:
-                        if f.metadata()["incarnation"] == self.incarnation:
-                            waiting.append((int(match[2]),
-                                            decode({k: f.get_tensor(k) for k in f.keys()})))
-        self.sent = sorted(waiting, key=lambda item: item[0])
+        self.sent, file = [], self.folder / "own"
+        for step, (path, tag) in sorted(waiting.items()):
+            if step > merged:
+                retry(lambda: self.transport.fetch(path, None, file, tag), failed, stopped)
+                incarnation, delta = self.read_delta(file)
+                if incarnation > self.incarnation:
+                    self.taken_over()
+                if incarnation == self.incarnation:
+                    self.sent.append((step, delta))
         known = max([merged, saved["last_sent"], *(step for step, _ in self.sent)])
-        unsent = self.unsent(saved["baseline"])
+        # on a second try of start() the model is no longer that of the checkpoint: kept here
+        self.unsent_then = self.unsent_then or self.unsent(saved["baseline"])
+        unsent = self.unsent_then
         sending, tokens_sent = saved["sending"], saved["tokens_sent"]
         if known > trainer.step:                            # sent after the checkpoint was written
             unsent = {k: torch.zeros_like(v) for k, v in unsent.items()}
@@ -824,8 +1200,11 @@ class DumbDiLoCo:
         self.rebase(new, unsent)
 
     def lr_scale(self, step: int) -> float:
-        """A node that has just joined has cold Adam moments: it takes small steps first."""
-        return min(1.0, (step + 1 - self.joined) / max(1, self.settings["join_warmup"]))
+        """A node that has joined a running swarm has cold Adam moments: it takes small steps
+        first."""
+        if not self.ramp:
+            return 1.0
+        return min(1.0, (step + 1 - self.first_step) / max(1, self.settings["join_warmup"]))
 
     def after_step(self, trainer):
         self.take_results(trainer)
@@ -836,25 +1215,44 @@ class DumbDiLoCo:
 
     def finish(self, trainer):
         """At the end of training: send the rest, and wait until it has arrived."""
-        if not trainer.stop_signal:
-            while (self.sending or self.last_sent < trainer.step) and not trainer.stop_signal:
-                self.take_results(trainer)
-                if not self.sending and self.last_sent < trainer.step:
-                    self.push(trainer, last=True)
-                time.sleep(0.02)
+        if not self.state:
+            return
+        began, said = time.monotonic(), False
+        while (self.sending or self.last_sent < trainer.step) and not trainer.stop_signal:
+            self.take_results(trainer)
+            if not self.sending and self.last_sent < trainer.step:
+                self.push(trainer, last=True)
+            if not said and time.monotonic() - began > 5:
+                print("waiting  for the upload of the last delta; Ctrl-C leaves it to the next "
+                      "start", flush=True)
+                said = True
+            time.sleep(0.02)
         with self.wake:
             self.closing = True
             self.wake.notify()
-        self.thread.join(timeout=10)
+        for thread in self.threads:
+            thread.join(timeout=10)
+        self.take_results(trainer)
 
     # the steps of the algorithm
+
+    def taken_over(self):
+        raise Refused(f"another worker has taken over the node id {self.node_id}; "
+                      f"use another --node-id")
+
+    def read_delta(self, file):
+        """(incarnation, tensors) of a delta; ("", None) if it is none, whoever has put it there."""
+        try:
+            header, delta = load_coded(file, self.shapes)
+            return header["incarnation"], delta
+        except (ValueError, KeyError):
+            return "", None
 
     def own_books(self, state: dict) -> dict:
         """What the master has booked of this node. Raises Refused if another worker has its id."""
         books = state["nodes"].get(self.node_id, {})
         if books.get("incarnation", "") > self.incarnation:
-            raise Refused(f"another worker has taken over the node id {self.node_id}; "
-                          f"use another --node-id")
+            self.taken_over()
         return books
 
     def unsent(self, baseline: dict) -> dict:
@@ -862,7 +1260,7 @@ class DumbDiLoCo:
 
     def rebase(self, new: dict, unsent: dict):
         """Move to G = new: the baseline without what was sent and is not in G, and the weights."""
-        self.baseline = {k: v.clone() for k, v in new.items()}
+        self.G, self.baseline = new, {k: v.clone() for k, v in new.items()}
         for _, delta in self.sent:
             for k in delta:
                 self.baseline[k] -= delta[k]
@@ -871,69 +1269,110 @@ class DumbDiLoCo:
     def push(self, trainer, last=False):
         """Hand baseline - weights to the background thread, unless one is on its way or the master
         has not merged."""
-        if (self.sending or self.last_sent == trainer.step
-                or not last and len(self.sent) >= self.settings["max_pending"]):
+        if self.sending or self.last_sent == trainer.step:
             return
+        if not last and len(self.sent) >= self.settings["max_pending"]:
+            if not self.warned:
+                print(f"waiting  {len(self.sent)} deltas are not merged yet: is master.py running? "
+                      f"Training goes on, the next delta holds it all", flush=True)
+            self.warned = True
+            return
+        now = time.monotonic()
+        if not last and self.crowded(now):
+            return
+        self.loop, self.pushed = now - self.pushed, now
+        self.pushes.append(now)
         delta = self.unsent(self.baseline)
         if not all(v.isfinite().all() for v in delta.values()):
-            raise Refused(f"the weights are not finite at step {trainer.step}: nothing was sent")
+            return self.fail(trainer, Refused(f"the weights are not finite at step {trainer.step}: "
+                                              f"nothing was sent"))
         stored = encode(delta, self.settings["codec"])
         header = {"run_id": self.state["run_id"], "node_id": self.node_id,
                   "incarnation": self.incarnation, "local_step": trainer.step,
                   "base_outer_step": self.state["outer_step"],
-                  "steps": trainer.step - self.last_sent,
+                  "steps": trainer.step - self.last_sent, "first_step": self.first_step,
                   "tokens": trainer.tokens - self.tokens_sent,
-                  "loss": float(trainer.last_loss), "codec": self.settings["codec"]}
+                  "loss": float(trainer.last_loss), "seconds": self.loop,
+                  "final": last or trainer.step >= trainer.config["run"]["max_steps"],
+                  "codec": self.settings["codec"]}
         path = f"nodes/{self.node_id}/delta_{trainer.step}.safetensors"
         with self.wake:
-            self.sending = {"local_step": trainer.step, "delta": decode(stored), "stored": stored,
+            self.sending = {"local_step": trainer.step, "stored": stored,
+                            "delta": decode(stored, self.shapes, self.settings["codec"]),
                             "path": path, "header": {k: str(v) for k, v in header.items()},
                             "tokens": trainer.tokens, "began": time.monotonic()}
             self.wake.notify()
 
+    def crowded(self, now: float) -> bool:
+        """Whether a commit now would be more than this node's share. How many share is known once
+        the master has booked this node: its second delta waits for that."""
+        nodes = active_nodes(self.state["nodes"], self.state["outer_step"])
+        if self.pushes and self.transport.limited and self.node_id not in nodes:
+            return self.settings["commits_per_hour"] > 0
+        return not may_commit(self.settings, self.transport, len(nodes), self.pushes, now)
+
+    def fail(self, trainer, error: Exception):
+        self.failed, trainer.stop_signal = error, type(error).__name__
+
+    def tell(self, trainer):
+        while self.errors:
+            error, retry_in = self.errors.popleft()
+            trainer.emit("hub_error", f"{error}; next try in {retry_in:.0f} s", error=error,
+                         retry_in=retry_in)
+
     def take_results(self, trainer):
         """What the background thread has done since the last step."""
+        self.tell(trainer)
         if self.failed:
-            raise self.failed
+            return self.fail(trainer, self.failed)
         sending, arrived = self.sending, self.arrived
-        if arrived and sending and self.covers(arrived[0], sending["local_step"]):
-            # it is in the new global before its own answer has come
-            self.done = self.done or sending
-        if self.done:
-            for k, v in self.done["delta"].items():
+        with self.wake:
+            done = self.done
+            if arrived and sending and self.covers(arrived[0], sending["local_step"]):
+                done = done or sending  # it is in the new global before its own answer has come
+            if done:
+                self.done = self.sending = None
+        if done:
+            for k, v in done["delta"].items():
                 self.baseline[k] -= v
-            self.sent.append((self.done["local_step"], self.done["delta"]))
-            steps = self.done["local_step"] - self.last_sent
-            self.last_sent, self.tokens_sent = self.done["local_step"], self.done["tokens"]
-            size, seconds = self.done.get("size", 0), time.monotonic() - self.done["began"]
+            self.sent.append((done["local_step"], done["delta"]))
+            steps = done["local_step"] - self.last_sent
+            self.last_sent, self.tokens_sent = done["local_step"], done["tokens"]
+            size, seconds = done.get("size", 0), time.monotonic() - done["began"]
             trainer.emit("push", f"{trainer.progress()} | {steps} steps | {size / 1e6:.1f} MB | "
                          f"{seconds:.1f} s",
-                         step=self.done["local_step"],
-                         base_outer_step=int(self.done["header"]["base_outer_step"]),
+                         step=done["local_step"],
+                         base_outer_step=int(done["header"]["base_outer_step"]),
                          steps=steps, bytes=size, seconds=seconds)
-            self.done = self.sending = None
         if arrived:
             self.arrived = None
             self.install(trainer, *arrived)
+
+    def refused(self, state: dict) -> dict:
+        """{local step: reason} of what the master has refused of this worker since it came."""
+        books = state["nodes"].get(self.node_id, {})
+        return {r["local_step"]: r["reason"] for r in books.get("refused", ())
+                if r["number"] > self.refusals}
 
     def covers(self, state: dict, local_step: int) -> bool:
         """Whether `state` has merged, or refused, this node's delta of that step."""
         books = state["nodes"].get(self.node_id, {})
         return (books.get("incarnation") == self.incarnation and books["local_step"] >= local_step
-                or any(r["local_step"] == local_step for r in books.get("refused", ())))
+                or local_step in self.refused(state))
 
     def install(self, trainer, state: dict, new: dict):
         """Move to a newer global model, keeping the work it does not hold."""
-        began, books = time.monotonic(), self.own_books(state)
-        for refused in books.get("refused", ()):
-            if any(step == refused["local_step"] for step, _ in self.sent):
-                trainer.emit("refused",
-                             f"{trainer.progress()} | the delta of step {refused['local_step']}: "
-                             f"{refused['reason']}",
-                             step=refused["local_step"], reason=refused["reason"])
+        began = time.monotonic()
+        try:
+            books = self.own_books(state)
+        except Refused as e:
+            return self.fail(trainer, e)
+        for local_step, reason in self.refused(state).items():
+            trainer.emit("refused", f"{trainer.progress()} | the delta of step {local_step}: "
+                         f"{reason}", step=local_step, reason=reason)
         unsent = self.unsent(self.baseline)
         self.sent = [(step, delta) for step, delta in self.sent if not self.covers(state, step)]
-        self.state = state
+        self.state, self.refusals, self.warned = state, books.get("refusals", 0), False
         self.rebase(new, unsent)
         trainer.emit("install", f"{trainer.progress()} | outer step {state['outer_step']}",
                      step=trainer.step, outer_step=state["outer_step"],
@@ -941,55 +1380,80 @@ class DumbDiLoCo:
 
     def wait_for_round(self, trainer):
         """The synchronous algorithm: go on when the round with this node's work is published."""
-        while (self.sending or self.sent) and not trainer.stop_signal:
+        while ((self.sending or self.sent) and not trainer.stop_signal
+               and not self.state.get("finished")):
             self.take_results(trainer)
             time.sleep(0.02)
 
-    # the background thread
+    # the background threads
 
-    def exchange(self):
+    def begin(self):
+        self.threads = [threading.Thread(target=self.background, args=(once,), daemon=True)
+                        for once in (self.upload_once, self.look_once)]
+        for thread in self.threads:
+            thread.start()
+
+    def background(self, once):
         try:
-            seen = None
             while not self.closing:
-                if self.sending and not self.done:
-                    self.done = self.upload(self.sending)
-                head = retry(self.transport.head, self.log, self.hurry)
-                if head != seen and not self.arrived:
-                    self.look()
-                    seen = head
-                with self.wake:
-                    if not self.closing and not (self.sending and not self.done):
-                        self.wake.wait(self.settings["poll_interval"] * random.uniform(0.8, 1.2))
+                once()
         except Exception as e:  # told to the training thread, which ends the run with it
             if not self.closing:
                 self.failed = e
 
-    def hurry(self) -> bool:
-        return self.closing
+    def patiently(self, work):
+        return retry(work, lambda *error: self.errors.append(error), lambda: self.closing)
+
+    def upload_once(self):
+        with self.wake:
+            self.wake.wait_for(lambda: self.closing or self.sending and not self.done)
+            sending = self.sending
+        if not self.closing:
+            done = self.upload(sending)
+            with self.wake:
+                if self.sending is sending:     # else it was seen in a global model already
+                    self.done = done
+
+    def look_once(self):
+        """Fetch the global model if there is a newer one. An idle look is one HEAD."""
+        _, tag = self.patiently(self.transport.head)
+        if tag != self.seen and not self.arrived:
+            self.look()
+            self.seen = tag
+        wait(poll_interval(self.settings, self.transport, self.loop), lambda: self.closing)
 
     def look(self):
         """Fetch the global model if it is a newer one, or refuses something of ours."""
-        _, files = retry(lambda: self.transport.snapshot([STEP], self.folder), self.log, self.hurry)
-        state = json.loads(files[STEP].read_bytes())
-        if (state["outer_step"] > self.state["outer_step"]
-                or any(self.covers(state, step) for step, _ in self.sent)):
-            state, file = read_published(self.transport, self.folder, self.log, self.hurry)
-            self.arrived = state, load_file(file)
+        self.arrived = read_global(
+            self.transport, self.folder, self.shapes, (self.state, self.G),
+            lambda state: state["outer_step"] > self.state["outer_step"] or self.refused(state),
+            lambda *error: self.errors.append(error), lambda: self.closing)
 
     def upload(self, sending: dict) -> dict:
-        file = self.folder / "upload.safetensors"
-        save_file(sending["stored"], file, metadata=sending["header"])
-        size = file.stat().st_size
+        file, there = self.folder / "upload", self.folder / "own"
+        saved = self.patiently(lambda: save(sending["stored"], file, sending["header"]))
+        result, tried = {**sending, "size": saved["size"]}, False
 
-        def commit():
-            try:
-                self.transport.commit({sending["path"]: file},
-                                      message=f"{self.node_id} step {sending['local_step']}")
-            except Unavailable:     # a lost answer: has it arrived, or even been merged?
-                _, files = self.transport.snapshot([STEP, sending["path"]], self.folder)
-                if not (sending["path"] in files and sha256(files[sending["path"]]) == sha256(file)
-                        or self.covers(json.loads(files[STEP].read_bytes()),
-                                       sending["local_step"])):
-                    raise
-        retry(commit, self.log, self.hurry)
-        return {**sending, "size": size}
+        def attempt():
+            nonlocal tried
+            found = {path: tag for path, _, tag
+                     in self.transport.list(f"nodes/{self.node_id}/")}
+            if sending["path"] in found:
+                try:
+                    self.transport.fetch(sending["path"], None, there, found[sending["path"]])
+                except FileNotFoundError as e:      # merged just now
+                    raise Unavailable(str(e)) from e
+                incarnation, delta = self.read_delta(there)
+                if incarnation != self.incarnation:
+                    self.taken_over()
+                return {**result, "delta": delta}   # what counts is what is there
+            if tried:           # its answer was lost: it may have been merged, too
+                state = parse_state(self.transport.read(STEP)[1] or b"")
+                self.own_books(state)
+                if self.covers(state, sending["local_step"]):
+                    return result
+            tried = True
+            self.transport.commit({sending["path"]: file},
+                                  message=f"{self.node_id} step {sending['local_step']}")
+            return result
+        return self.patiently(attempt)

@@ -8,8 +8,12 @@ permutes), and what concerns processes is tested with processes.
 """
 import base64
 import contextlib
+import copy
+import functools
 import hashlib
+import heapq
 import io
+import itertools
 import json
 import math
 import os
@@ -21,8 +25,10 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import types
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,7 +39,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 import config as config_module
 import diloco
@@ -63,8 +70,8 @@ def lines_of(folder, event):
     return [line for line in lines if line["event"] == event]
 
 
-def run_script(args, cwd, **kwargs):
-    return subprocess.run([sys.executable, HERE / "train.py", *args], cwd=cwd, capture_output=True,
+def run_script(args, cwd, script="train.py", **kwargs):
+    return subprocess.run([sys.executable, HERE / script, *args], cwd=cwd, capture_output=True,
                           text=True, timeout=240, **kwargs)
 
 # ---- config.py
@@ -316,6 +323,12 @@ def test_large_vocabulary_holds_no_logits():
                          timeout=120)
     # MiB, the gradient of the 50 MiB weight included; all logits are 786
     assert int(out.stdout) < 500, out.stderr
+
+
+def test_numbers_too_small_to_matter_do_not_slow_a_step():
+    build_model({**load_config(["--config=smoke"])["model"]})
+    tiny = torch.full((300, 300), 1e-40)
+    assert not (tiny * 1.0).any() and not (tiny @ tiny.fill_(1.0).mul_(1e-39)).any()
 
 
 def test_registry(tmp_path, monkeypatch):
@@ -1103,13 +1116,14 @@ def hub(tmp_path_factory):
 # ---- diloco.py: the laws
 
 SWARM = {**config_module.base["distributed"], "codec": "fp32", "outer_warmup": 0,
-         "poll_interval": 0.05, "round_timeout": 0.0, "max_norm_ratio": 0.0}
+         "poll_interval": 0.05, "round_timeout": 1e-9, "max_norm_ratio": 0.0,
+         "commits_per_hour": 0}
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.w, self.b = nn.Parameter(torch.zeros(9, 16)), nn.Parameter(torch.zeros(5))
+        self.w, self.b = nn.Parameter(torch.zeros(99, 16)), nn.Parameter(torch.zeros(5))
         self.register_buffer("stat", torch.zeros(3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -1117,13 +1131,15 @@ class Net(nn.Module):
 class Node:
     """A DumbDiLoCo without its thread: the test says when something is sent and seen."""
 
-    def __init__(self, transport, name="a", saved=None, **settings):
+    def __init__(self, transport, name="a", saved=None, threads=False, **settings):
         self.model, self.step, self.tokens, self.position, self.last_loss = (
             Net(), 0, 0, 0, torch.tensor(1.0))
-        self.stop_signal, self.config, self.events = None, {"data": {"target_batch_size": 2}}, []
+        self.stop_signal, self.events = None, []
+        self.config = {"data": {"target_batch_size": 2}, "run": {"max_steps": 10**9}}
         self.work = {k: torch.zeros_like(v) for k, v in diloco.swarm_tensors(self.model).items()}
-        self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings}, log=lambda line: None)
-        self.node.exchange = lambda: None
+        self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings})
+        if not threads:
+            self.node.begin = lambda: None
         if saved:
             self.model.load_state_dict(saved["model"])
             self.step, self.position, self.tokens = (
@@ -1199,13 +1215,13 @@ def test_nesterov_is_torch_sgd():
     assert one.item() == pytest.approx(-0.5 * mu * mu ** 0.5)
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("codec", list(diloco.CODECS))
+@pytest.mark.parametrize("seed", range(4))
 def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
     """With a plain outer sum, whatever the interleaving, a node's weights are all it has
     learned."""
     chance = random.Random(seed)
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0, codec=codec)
     a = Node(folder, codec=codec, max_pending=99)
     for _ in range(60):
         action = chance.choice(["train", "train", "send", "answer", "merge", "see"])
@@ -1219,17 +1235,19 @@ def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
             master.sync_once()
         elif action == "see":
             a.see()
-        exact = codec == "fp32"
-        assert all(torch.allclose(v, a.work[k], atol=0 if exact else 0.1)
-                   for k, v in a.weights().items())
-    for _ in range(3):      # what rounding held back goes out with the next delta
+        rounding = {"fp32": 0, "bf16": 0.2, "int8": 0.2, "int4": 2, "int2": 10}[codec]
+        assert all(torch.allclose(v, a.work[k], atol=rounding) for k, v in a.weights().items())
+    # what rounding held back, here and at the master, goes out with the next ones
+    for _ in range(40):
         a.node.take_results(a)
         a.train(size=0.0)
         a.send()
         a.see()
         master.sync_once()
         a.see()
-    assert all(torch.allclose(master.weights[k], a.work[k], atol=1e-4) for k in a.work)
+    left = max((master.weights[k] - a.work[k]).abs().max().item() for k in a.work)
+    # four levels mend an outlier slowly; the residual itself is bf16
+    assert left < {"fp32": 1e-5, "bf16": 1e-3, "int8": 1e-3, "int4": 5e-3, "int2": 1.0}[codec]
     books = master.state["nodes"]["a"]
     assert (books["steps"] == a.step and books["lost"] == 0 and books["tokens"] == a.tokens
             and not a.node.sent)
@@ -1367,6 +1385,24 @@ def test_a_worker_killed_anywhere_goes_on_and_the_books_balance(folder, seed):
                for k, v in a.weights().items()), "all it has learned is in the global"
 
 
+def test_a_node_that_has_finished_is_not_waited_for(folder):
+    master = make_master(folder, round_timeout=1e9)
+    a, b = Node(folder), Node(folder, "b")
+    a.config["run"]["max_steps"] = 2
+    for node in (a, b):
+        node.train()
+        node.send()
+        node.node.take_results(node)
+    master.sync_once()
+    assert master.active() == {"a", "b"}
+    a.train()
+    a.send()
+    b.train()
+    b.send()
+    master.sync_once()
+    assert master.active() == {"b"} and master.due({"b"})
+
+
 def test_two_masters_one_stops(folder):
     one = make_master(folder)
     two = make_master(folder)
@@ -1392,13 +1428,134 @@ def test_two_workers_with_one_node_id(folder):
     new.train(2)
     new.send()
     master.sync_once()
+    old.node.take_results(old)
     old.train(4)
     old.send()
     master.sync_once()
     assert (master.state["nodes"]["a"]["steps"] == 5
             and "taken over" in master.state["nodes"]["a"]["refused"][-1]["reason"])
-    with pytest.raises(diloco.Refused, match="another worker has taken over the node id a"):
-        old.see()
+    assert master.state["nodes"]["a"]["lost"] == 4, "and its books say so"
+    old.see()
+    assert (old.stop_signal == "Refused"
+            and "another worker has taken over the node id a" in str(old.node.failed))
+    newest = Node(folder)
+    newest.train(2)
+    newest.send()
+    old.step = newest.step - 5
+    old.train(5)
+    old.node.sending = None
+    old.node.push(old)
+    with pytest.raises(diloco.Refused, match="another worker"):
+        old.node.upload(old.node.sending)
+
+
+def test_a_worker_with_an_empty_disk_overwrites_nothing_that_waits(folder):
+    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    first = Node(folder)
+    first.train(5)
+    first.send()
+    second = Node(folder)
+    assert second.step == 5 and second.position == 10, "it joins where the other had come to"
+    second.train(4)
+    second.send()
+    assert master.sync_once() == 1
+    entry = master.state["nodes"]["a"]
+    assert (entry["local_step"], entry["steps"], entry["lost"]) == (9, 9, 0)
+
+
+def test_an_upload_that_outlives_its_process_is_taken_for_what_it_is(folder):
+    """The commit of a killed worker may still land after the worker was started again."""
+    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    a = Node(folder)
+    a.train(2)
+    saved = a.save()
+    a.train(2)
+    a.node.push(a)
+    late = a.node.sending
+    again = Node(folder, saved=saved)
+    again.train(2)              # other steps than the first time: other bytes
+    a.node.upload(late)
+    again.send()
+    again.node.take_results(again)
+    master.sync_once()
+    again.see()
+    again.train(1)
+    again.send()
+    master.sync_once()
+    again.see()
+    entry = master.state["nodes"]["a"]
+    assert (entry["local_step"], entry["steps"], entry["lost"]) == (5, 5, 0)
+    assert all(torch.equal(v, master.weights[k]) for k, v in again.weights().items())
+
+
+def test_a_cache_that_lags_is_not_taken_for_another_master(folder, monkeypatch):
+    monkeypatch.setattr(diloco, "wait", lambda *_: None)
+    master, a = make_master(folder), Node(folder)
+    states = []
+    for _ in range(2):
+        states.append((folder.head(), folder.read(diloco.STEP)))
+        a.train()
+        a.send()
+        master.sync_once()
+        a.see()
+    (old_head, old_read), real = states[-1], master.transport
+    old = [True]
+
+    class Lagging(diloco.FolderTransport):
+        def head(self):
+            return old_head if old.pop() else real.head()
+
+        def read(self, path, version=None):
+            return old_read if version == old_head[0] else real.read(path, version)
+    old = [False, True]
+    master.transport = Lagging(folder.root)
+    a.train()
+    a.send()
+    assert master.sync_once() == 3
+    assert any("older version" in line for line in master.lines)
+
+
+def test_the_status_table_only_reads(folder, tmp_path):
+    with pytest.raises(diloco.Refused, match="no global model"):
+        diloco.status(folder)
+    assert not folder.root.exists()
+    master = make_master(folder, max_staleness=1, squash_every=0)
+    nodes = [Node(folder, "a"), Node(folder, "b")]
+    for i in range(30):
+        for node in nodes[:1 if 5 < i < 29 else 2]:
+            node.train()
+            node.send()
+        master.sync_once()
+        for node in nodes[:1 if 5 < i < 29 else 2]:
+            node.see()
+    Node(folder, "new").train()
+    before = folder.head()
+    lines = diloco.status(folder).splitlines()
+    assert folder.head() == before
+    assert lines[0].startswith(f"run {master.state['run_id']} | outer step 30 | step 30 | 2 nodes")
+    rows = {line.split()[0]: line.split() for line in lines if line[:1].isalpha()}
+    assert rows["a"][3:7] == ["30", "30", "0", "0"] and rows["b"][3:6] == ["7", "6", "1"]
+    assert rows["b"][-1] == "1" and "more than max_staleness" in "".join(lines)
+    rounds = [line.split() for line in lines[lines.index("", 2) + 2:]]
+    assert len(rounds) <= 20 and rounds[-1][0] == "30" and rounds[-1][-1] == "a"
+
+
+def test_a_full_disk_is_waited_out(folder, monkeypatch):
+    monkeypatch.setattr(diloco, "wait", lambda *_: None)
+    master, a, real, full = make_master(folder), Node(folder), diloco.save_file, [2]
+
+    def save_file(*args, **kwargs):
+        full[0] -= 1
+        if full[0] >= 0:
+            raise SafetensorError("IoError(Os { code: 28, message: 'No space left on device' })")
+        real(*args, **kwargs)
+    monkeypatch.setattr(diloco, "save_file", save_file)
+    a.train()
+    a.send()
+    a.node.take_results(a)
+    assert [e for e, _ in a.events] == ["join", "hub_error", "hub_error", "push"]
+    full[0] = 2
+    assert master.sync_once() == 1 and sum("No space" in line for line in master.lines) == 2
 
 
 def test_reader_sees_one_version(folder):
@@ -1408,13 +1565,15 @@ def test_reader_sees_one_version(folder):
     a.send()
     (folder.root / "global/latest.safetensors").write_bytes(b"of another version")
     seen = []
-    with pytest.raises(diloco.Refused):
-        diloco.read_published(folder, Path(a.node.work.name), seen.append, lambda: bool(seen))
-    assert "do not fit their hash" in seen[0]
-    with pytest.raises(diloco.Refused, match="damaged"):
-        make_master(folder)
+    with pytest.raises(diloco.Unavailable):
+        diloco.read_global(folder, a.node.folder, a.node.shapes,
+                           failed=lambda *e: seen.append(e), stopped=lambda: bool(seen))
+    assert "is not what global/step_count.json says" in seen[0][0]
     assert master.sync_once() == 1, "the master that holds the weights mends it"
-    diloco.read_published(folder, Path(a.node.work.name))
+    assert diloco.read_global(folder, a.node.folder, a.node.shapes)[0]["outer_step"] == 1
+    (folder.root / "global/step_count.json").write_bytes(b"{}")
+    with pytest.raises(diloco.Refused, match="not what a master of this program writes"):
+        diloco.read_global(folder, a.node.folder, a.node.shapes)
 
 
 def delta_file(path, tensors=None, **header):
@@ -1463,7 +1622,7 @@ def test_bad_deltas_are_refused_by_name_and_the_round_goes_on(folder, tmp_path):
             assert reasons["nodes/what.txt"] == "not the name of a delta"
             assert [m["node"] for m in line["merged"]] == ["a"]
             assert all(v.isfinite().all() for v in master.weights.values())
-            assert folder.list("nodes/")[1] == []
+            assert folder.list("nodes/") == []
     a.see()
     replay = a.node.upload(a.node.sending or {
         "stored": a.work, "path": "nodes/a/delta_1.safetensors", "local_step": 1,
@@ -1500,8 +1659,8 @@ def test_the_refused_worker_is_told_and_goes_on_from_the_global(folder):
     with torch.no_grad():
         a.model.w[0, 0] = float("nan")
     a.step += 1
-    with pytest.raises(diloco.Refused, match="not finite"):
-        a.send()
+    a.send()
+    assert a.stop_signal == "Refused" and "not finite" in str(a.node.failed)
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", ".hidden", "x" * 65, "a b", "é"])
@@ -1527,6 +1686,29 @@ def test_an_outsized_delta_is_scaled_down(folder):
     master.sync_once()
     moved = math.sqrt(sum(float((master.weights[k] - before[k]).pow(2).sum()) for k in before))
     assert moved == pytest.approx(10 * usual, rel=1e-3)
+
+
+def test_settings_that_hurt_are_told_once(folder):
+    master = make_master(folder, inner_steps=5, outer_momentum=0.9)
+    nodes = [Node(folder, name) for name in "abc"]
+    for _ in range(5):
+        nodes[0].train(9)
+        nodes[0].send()
+        master.sync_once()
+        nodes[0].see()
+    for node in nodes[1:]:      # based on a global model that is five rounds old
+        node.train()
+        node.send()
+    master.sync_once()
+    said = [line for line in master.lines if line.startswith("notice")]
+    assert len(said) == 3 and all(any(word in line for line in said) for word in (
+        "--outer-momentum", "--inner-steps, so that", "node a trains more than half"))
+    quiet = make_master(diloco.FolderTransport(folder.root / "other"), outer_momentum=0.8)
+    b = Node(quiet.transport)
+    b.train()
+    b.send()
+    quiet.sync_once()
+    assert not [line for line in quiet.lines if line.startswith("notice")]
 
 
 def test_rounds_close_when_all_are_there_or_the_time_is_up(folder, monkeypatch):
@@ -1565,9 +1747,9 @@ def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
             hub.commit({"a": b"new", "b": b"new"}, ["gone"])
         monkeypatch.setattr(os, call, real)
         again = diloco.FolderTransport(root)
-        version, files = again.snapshot(["a", "b", "gone"], tmp_path / "read")
-        content = [files[p].read_bytes() if p in files else None for p in ("a", "b", "gone")]
-        assert (version, content) in [("1", [b"old"] * 3), ("2", [b"new", b"new", None])]
+        version, _ = again.read("a")
+        found = [again.read(p)[1] for p in ("a", "b", "gone")]
+        assert (version, found) in [("1", [b"old"] * 3), ("2", [b"new", b"new", None])]
         if left[0] > 0:
             break
     assert 1 < n < 29
@@ -1585,7 +1767,8 @@ master = diloco.MasterOuterLoop(hub, settings, weights, {{}}, log=lambda line: N
 def send(count):
     for i in range(count):
         header = dict(run_id=master.state["run_id"], node_id=f"n{{i}}", incarnation="1",
-                      local_step=str(master.state["outer_step"] + 1), base_outer_step="0", steps="1", tokens="1", loss="1", codec="fp32")
+                      local_step=str(master.state["outer_step"] + 1), base_outer_step="0",
+                      steps="1", tokens="1", loss="1", codec="fp32")
         path = f"nodes/n{{i}}/delta_{{header['local_step']}}.safetensors"
         save_file({{"w": torch.ones(1000, 1000)}}, {str(tmp_path / 'd')!r}, metadata=header)
         hub.commit({{path: {str(tmp_path / 'd')!r}}})
@@ -1602,6 +1785,336 @@ print(peak() - few)
     assert done.stdout and int(done.stdout) < 80, (done.stdout, done.stderr)
 
 
+# ---- diloco.py: codecs and updates
+
+
+@pytest.mark.parametrize("codec, most", [("bf16", 2.01), ("int8", 1.06), ("int4", 0.57),
+                                         ("int2", 0.32)])
+def test_codecs_are_small_and_exact_to_read(tmp_path, codec, most):
+    config = load_config(["--n-layer=8", "--d-model=320", "--n-head=5"])
+    torch.manual_seed(0)
+    delta = {k: torch.randn(v.shape) * 1e-4
+             for k, v in build_model(config["model"]).named_parameters()}
+    shapes, count = diloco.shapes_of(delta), sum(v.numel() for v in delta.values())
+    stored = diloco.encode(delta, codec)
+    assert 9e6 < count < 12e6
+    assert diloco.save(stored, tmp_path / "x")["size"] / count <= most
+    assert ({k: (v.dtype, tuple(v.shape)) for k, v in stored.items()}
+            == diloco.stored_shapes(shapes, codec))
+    _, read = diloco.load_coded(delta_path(tmp_path / "y", stored, codec), shapes)
+    again = diloco.decode(stored, shapes, codec)
+    assert all(torch.equal(read[k], again[k]) for k in delta)
+    near = {"bf16": 0.002, "int8": 0.007, "int4": 0.12, "int2": 0.36}[codec]
+    off = math.sqrt(sum(float((read[k] - v).pow(2).sum()) for k, v in delta.items())
+                    / sum(float(v.pow(2).sum()) for v in delta.values()))
+    assert off < near
+    for k, v in delta.items():
+        if v.dim() < 2:
+            assert torch.equal(read[k], v), "vectors are exact"
+
+
+def delta_path(path, stored, codec):
+    save_file(stored, path, metadata={"codec": codec})
+    return path
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2"])
+def test_codecs_at_the_edges(codec):
+    """Odd sizes, blocks of zeros, numbers far below fp16, one huge number."""
+    torch.manual_seed(0)
+    tensors = {"odd": torch.randn(7, 11), "zero": torch.zeros(8, 16),
+               "tiny": torch.randn(8, 16) * 1e-20, "spike": torch.zeros(8, 8),
+               "small": torch.randn(3, 3), "cube": torch.randn(4, 4, 5)}
+    tensors["spike"][3, 3] = 1e6
+    shapes = diloco.shapes_of(tensors)
+    kept = {k: torch.zeros_like(v) for k, v in tensors.items()}
+    total = {k: torch.zeros_like(v) for k, v in tensors.items()}
+    for _ in range(50):         # the same tensors again and again, with error feedback
+        wanted = {k: kept[k] + tensors[k] for k in tensors}
+        said = diloco.decode(diloco.encode(wanted, codec), shapes, codec)
+        kept = {k: wanted[k] - said[k] for k in tensors}
+        total = {k: total[k] + said[k] for k in tensors}
+    for k, v in tensors.items():
+        assert (total[k] / 50 - v).norm() <= 0.1 * v.norm(), k      # kept back, but bounded
+    assert not total["zero"].any() and torch.allclose(total["small"] / 50, tensors["small"])
+
+
+@pytest.mark.parametrize("codec", list(diloco.CODECS))
+def test_following_the_updates_is_bit_identical_to_loading_the_model(tmp_path, codec):
+    """Net's matrix is wide enough here that an update is smaller than the model."""
+    hub = diloco.FolderTransport(tmp_path / "hub")
+    master = make_master(hub, codec=codec)
+    a, b, late = (Node(hub, name, codec=codec) for name in ("a", "b", "late"))
+    fetched = []
+    real = hub.fetch
+    hub.fetch = lambda path, *args: (fetched.append(path), real(path, *args))
+    for i in range(12):
+        a.train(size=0.1)
+        a.send()
+        master.sync_once()
+        a.see()
+        if i % 3 == 2:
+            b.see()
+        published = load_file(hub.root / diloco.WEIGHTS)
+        assert all(torch.equal(a.node.G[k], v) for k, v in published.items())
+    late.see()                  # twelve rounds behind, eight are kept
+    for node in (b, late):
+        assert all(torch.equal(node.node.G[k], a.node.G[k]) for k in a.node.G)
+    # three updates in bf16 are larger than the model
+    assert fetched.count(diloco.WEIGHTS) == {"fp32": 17, "bf16": 5}.get(codec, 1)
+    assert fetched[-1] == diloco.WEIGHTS
+    updates = [path for path, _, _ in hub.list("global/") if "update" in path]
+    wanted = [diloco.UPDATE.format(n) for n in range(5, 13)]
+    assert sorted(updates) == sorted(wanted if codec != "fp32" else [])
+    replaced = make_master(hub, codec=codec)
+    assert all(torch.equal(replaced.weights[k], master.weights[k]) for k in master.weights)
+    assert all(torch.equal(replaced.residual[k], master.residual[k]) for k in master.residual)
+
+
+# ---- diloco.py: a swarm in virtual time
+
+
+class VirtualTime:
+    """Stands in for `time` and `threading` in diloco.py: its threads run one at a time, in the
+    order of a clock that only their sleeping moves. So a swarm of the real classes is
+    deterministic, and a day takes seconds."""
+
+    def __init__(self):
+        self.now, self.count, self.heap, self.errors = 0.0, itertools.count(), [], []
+
+    def monotonic(self):
+        return self.now
+
+    def time(self):
+        return self.now
+
+    def time_ns(self):
+        return int(self.now * 1e9) + next(self.count)
+
+    def sleep(self, seconds):
+        turn = threading.Semaphore(0)
+        heapq.heappush(self.heap, (self.now + seconds, next(self.count), turn))
+        self.pass_on()
+        turn.acquire()
+
+    def pass_on(self):
+        self.now, _, turn = heapq.heappop(self.heap)
+        turn.release()
+
+    def run(self, *works):
+        """Run the works, and the threads they start, to their end."""
+        for work in works:
+            self.Thread(work).start()
+        self.sleep(math.inf)
+        if self.errors:
+            raise self.errors[0]
+
+    def Thread(self, target, args=(), daemon=None):
+        turn, thread = threading.Semaphore(0), types.SimpleNamespace(alive=True)
+
+        def body():
+            turn.acquire()
+            try:
+                target(*args)
+            except BaseException as e:
+                self.errors.append(e)
+            thread.alive = False
+            self.pass_on()
+
+        def start():
+            heapq.heappush(self.heap, (self.now, next(self.count), turn))
+            threading.Thread(target=body, daemon=True).start()
+
+        def join(timeout=None):
+            while thread.alive:
+                self.sleep(1.0)
+        thread.start, thread.join = start, join
+        return thread
+
+    def Condition(self):
+        condition = types.SimpleNamespace(waiting=[])
+
+        class Held:
+            def __enter__(self):
+                pass
+
+            def __exit__(self, *_):
+                pass
+
+            def notify(_):
+                for turn in condition.waiting:
+                    heapq.heappush(self.heap, (self.now, next(self.count), turn))
+                condition.waiting.clear()
+
+            def wait_for(_, holds):
+                while not holds():
+                    turn = threading.Semaphore(0)
+                    condition.waiting.append(turn)
+                    self.pass_on()
+                    turn.acquire()
+        return Held()
+
+
+class Memory:
+    """A repository in memory: FolderTransport's promises without a disk."""
+    least_poll = 0.5
+
+    def __init__(self, limited=False):
+        self.files, self.number, self.commits, self.limited = {}, 0, [], limited
+
+    def head(self):
+        return str(self.number), hashlib.sha256(self.files.get(diloco.STEP, b"")).hexdigest()
+
+    def read(self, path, version=None):
+        return str(self.number), self.files.get(path)
+
+    def fetch(self, path, version, to, tag=""):
+        if path not in self.files:
+            raise FileNotFoundError(path)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.unlink(missing_ok=True)
+        to.write_bytes(self.files[path])
+
+    def list(self, prefix, version=None):
+        return [(p, len(c), "") for p, c in sorted(self.files.items()) if p.startswith(prefix)]
+
+    def commit(self, add, delete=(), expect=None, message=""):
+        if expect not in (None, str(self.number)):
+            raise diloco.Conflict
+        for path in delete:
+            self.files.pop(path, None)
+        self.files |= {p: c if isinstance(c, bytes) else Path(c).read_bytes()
+                       for p, c in add.items()}
+        self.number += 1
+        self.commits.append(diloco.time.time())
+        return str(self.number)
+
+    def squash(self):
+        pass
+
+
+class Far:
+    """What a node sees of a repository: far away, and some of its deltas are lost."""
+
+    def __init__(self, transport, latency=0.0, loss=0.0, seed=0):
+        self.transport, self.latency, self.loss = transport, latency, loss
+        self.chance = random.Random(seed)
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def fetch(self, *args):
+        self.transport.fetch(*args)
+        diloco.time.sleep(self.latency)
+
+    def commit(self, add, *args, **kwargs):
+        diloco.time.sleep(self.latency)
+        version = self.transport.commit(add, *args, **kwargs)
+        if self.chance.random() < self.loss:
+            self.transport.commit({}, list(add))
+        return version
+
+
+@contextlib.contextmanager
+def virtual_time():
+    clock, before = VirtualTime(), (diloco.time, diloco.threading, diloco.wait)
+    diloco.time = diloco.threading = clock
+    diloco.wait = lambda seconds, stopped: clock.sleep(seconds * random.uniform(0.8, 1.2))
+    random.seed(0)              # the jitter
+    try:
+        yield clock
+    finally:
+        diloco.time, diloco.threading, diloco.wait = before
+
+
+def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), log=None):
+    """A swarm of the real master, workers and trainers. A step takes a node 1 / speed seconds,
+    latency is that of an upload and of a download, joins[i] when node i comes.
+
+    Returns (master, {node: trainer}).
+    """
+    trainers, left, hub = {}, set(range(len(speeds))), Memory()
+    say = log or (lambda line: None)
+    with virtual_time() as clock, tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(config["run"]["seed"])
+        first = diloco.swarm_tensors(build_model(config["model"]))
+        master = diloco.MasterOuterLoop(hub, config["distributed"], first, {}, log=say)
+
+        class Slow(diloco.DumbDiLoCo):
+            def after_step(self, trainer):
+                clock.sleep(1 / self.speed)
+                super().after_step(trainer)
+
+        def node(i):
+            clock.sleep(dict(enumerate(joins)).get(i, 0.0))
+            name = f"n{i}"
+            own = copy.deepcopy(config)
+            own["distributed"]["node_id"] = own["run"]["name"] = name
+            own["run"]["output_dir"] = folder
+            coordinator = Slow(Far(hub, latency, loss, i), name, own["distributed"])
+            coordinator.speed = speeds[i]
+            trainer = trainers[name] = Trainer(build_model(own["model"]), own, build_data(own)[0],
+                                               coordinator=coordinator)
+            trainer.emit = lambda event, line, **_: say(f"{clock.now:8.1f} {name} {event} {line}")
+            trainer.save = lambda: None
+            trainer.train()
+            left.remove(i)
+            if coordinator.failed:
+                raise coordinator.failed
+
+        def end():
+            while left or hub.list("nodes/"):
+                clock.sleep(1.0)
+            master.stop = True
+        clock.run(master.run, end, *[functools.partial(node, i) for i in range(len(speeds))])
+    return master, trainers
+
+
+def test_a_swarm_in_virtual_time_is_deterministic_and_loses_nothing(tmp_path):
+    flags = ["--inner-steps=10", "--codec=int4", "--join-warmup=5"]
+    config = tiny(tmp_path, "--max-steps=60", *flags)
+    runs = [simulate(config, [1.0, 0.7, 0.55], latency=4.0, joins=[0, 0, 30]) for _ in range(2)]
+    (one, trainers), (two, _) = runs
+    assert all(torch.equal(one.weights[k], two.weights[k]) for k in one.weights)
+    assert one.history == two.history and one.state["outer_step"] > 5
+    for name, entry in one.state["nodes"].items():
+        assert entry["local_step"] == 60 and entry["lost"] == 0
+        assert entry["steps"] == 60 - trainers[name].coordinator.first_step
+    lossy, _ = simulate(config, [1.0, 0.7], latency=4.0, loss=0.3)
+    assert sum(e["lost"] for e in lossy.state["nodes"].values()) > 0
+    for entry in lossy.state["nodes"].values():
+        assert entry["steps"] + entry["lost"] == entry["local_step"]
+
+
+@pytest.mark.parametrize("nodes", [3, 12, 50])
+def test_a_day_on_a_hub_with_a_commit_limit(nodes):
+    """Inner loops of five minutes: more than the limit allows for the many."""
+    hub = Memory(limited=True)
+    settings = {**SWARM, "commits_per_hour": 100, "round_timeout": 0.0, "poll_interval": 120.0,
+                "outer_momentum": 0.5, "inner_steps": 1}
+    with virtual_time() as clock:
+        master = diloco.MasterOuterLoop(hub, settings, diloco.swarm_tensors(Net()), {},
+                                        log=lambda line: None)
+        workers = {}
+
+        def work(name):
+            node = workers[name] = Node(hub, name, threads=True, **settings)
+            while clock.now < 86400:
+                node.train()
+                clock.sleep(300 * (1 + len(workers) % 3 / 2))
+                node.node.after_step(node)
+            node.node.finish(node)
+
+        def end():
+            clock.sleep(86400 + 4000)
+            master.stop = True
+        clock.run(master.run, end, *[functools.partial(work, f"n{i}") for i in range(nodes)])
+    for i, t in enumerate(hub.commits):
+        assert sum(t <= u < t + 3600 for u in hub.commits[i:]) <= 100
+    assert master.state["outer_step"] >= 24
+    for name, entry in master.state["nodes"].items():
+        assert entry["steps"] == entry["local_step"] == workers[name].step, "no node starves"
+
 # ---- diloco.py over the loopback Hub
 
 
@@ -1612,28 +2125,86 @@ def remote(hub, monkeypatch):
     return diloco.open_hub(f"me/repo{len(hub.repos)}", create=True)
 
 
-def test_hub_transport_is_a_transport(hub, remote, tmp_path):
-    first = remote.head()
-    big = tmp_path / "w.safetensors"
+@pytest.mark.parametrize("kind", ["hub", "folder"])
+def test_both_transports_keep_the_same_promises(request, hub, tmp_path, kind):
+    if kind == "hub":
+        transport = request.getfixturevalue("remote")
+    else:
+        transport = diloco.FolderTransport(tmp_path / "new")
+        assert transport.read(diloco.STEP) == ("0", None) and transport.list("nodes/") == []
+        assert not (tmp_path / "new").exists(), "reading makes nothing"
+    big, delta, to = tmp_path / "w", "nodes/a/delta_1.safetensors", tmp_path / "in/file"
     big.write_bytes(os.urandom(5000))
-    version = remote.commit({"global/step_count.json": b"{}", "nodes/a/delta_1.safetensors": big})
-    assert remote.head() == version != first
-    assert (remote.list("nodes/") == (version, [("nodes/a/delta_1.safetensors", 5000)])
-            and remote.list("none/")[1] == [])
-    seen, files = remote.snapshot(["global/step_count.json", "nodes/a/delta_1.safetensors",
-                                   "missing"], tmp_path / "in")
-    assert (seen == version and len(files) == 2
-            and files["nodes/a/delta_1.safetensors"].read_bytes() == big.read_bytes())
+    first, _ = transport.head()
+    version = transport.commit({diloco.STEP: b"{}", delta: big})
+    head = transport.head()
+    assert head[0] == version != first and diloco.fits(b"{}", head[1])
+    assert transport.read(diloco.STEP) == (version, b"{}") == transport.read(diloco.STEP, version)
+    assert transport.read("missing")[1] is None
+    ((path, size, tag),) = transport.list("nodes/", version)
+    assert (path, size) == (delta, 5000) and transport.list("none/") == []
+    transport.fetch(delta, version, to, tag)
+    assert to.read_bytes() == big.read_bytes()
+    with pytest.raises(FileNotFoundError):
+        transport.fetch("missing.safetensors", version, to)
+    with pytest.raises(diloco.Unavailable):
+        transport.fetch(delta, version, to, hashlib.sha256(b"other").hexdigest())
     with pytest.raises(diloco.Conflict):
-        remote.commit({"x": b"1"}, expect=first)
-    remote.commit({f"nodes/n{i}/delta_1.safetensors": big for i in range(250)},
-                  ["nodes/a/delta_1.safetensors"], expect=version)
-    assert len(remote.list("nodes/")[1]) == 250, "listings come in pages"
+        transport.commit({"x": b"1"}, expect=first)
+    newer = transport.commit({"nodes/b/delta_7.safetensors": big}, [delta], expect=version)
+    assert transport.head() == (newer, head[1]), "the tag is of the state alone"
+    assert [path for path, _, _ in transport.list("nodes/")] == ["nodes/b/delta_7.safetensors"]
+
+
+def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
+    """An idle poll is one HEAD, for master and worker, whatever has happened before; a round costs
+    what its deltas cost."""
+    big = tmp_path / "w.safetensors"
+    big.write_bytes(b"x" * 100)
+    remote.commit({f"nodes/n{i}/delta_1.safetensors": big for i in range(250)})
+    assert len(remote.list("nodes/")) == 250, "listings come in pages"
+    remote.commit({}, [path for path, _, _ in remote.list("nodes/")])
+    master, a, b = make_master(remote), Node(remote), Node(remote, "b")
+
+    def requests(work):
+        hub.counts.clear()
+        work()
+        return hub.counts.total(), dict(hub.counts)
+    a.node.look_once()
+    master.waiting()
+    for _ in range(3):
+        assert requests(a.node.look_once) == (1, {f"HEAD /me/{remote.repo[3:]}/resolve/main/"
+                                                      f"global/step_count.json": 1})
+        assert requests(master.waiting)[0] == 1
+        a.train()
+        b.train()
+        assert requests(a.send)[0] <= 7, hub.counts     # list, preupload, LFS and commit
+        b.send()
+        assert requests(a.node.look_once)[0] == 1, "what other nodes send is no news"
+        # HEAD, listing, 2 for each delta; preupload, LFS for two files, commit
+        assert requests(master.sync_once)[0] <= 2 + 2 * 2 + 8, hub.counts
+        # HEAD, the state, HEAD and GET of the weights
+        assert requests(a.node.look_once)[0] == 4, hub.counts
+        a.node.take_results(a)
+        master.waiting()
+
+
+def test_a_squash_is_survived(hub, remote):
+    master = make_master(remote, squash_every=1)
+    a = Node(remote)
+    a.train()
+    a.send()
+    assert master.sync_once() == 1 and len(hub.repos[remote.repo]) == 1
+    a.see()
+    a.train()
+    a.send()
+    version = remote.head()[0]
     remote.squash()
-    assert remote.head() != version and len(hub.repos[remote.repo]) == 1
-    hub.counts.clear()
-    remote.head()
-    assert sum(hub.counts.values()) == 1, "an idle poll is one HEAD"
+    with pytest.raises(FileNotFoundError):
+        remote.fetch(diloco.WEIGHTS, version, a.node.folder / "x")
+    assert master.sync_once() == 2
+    a.see()
+    assert a.node.state["outer_step"] == 2
 
 
 @pytest.mark.parametrize("status, kind", [(401, "Refused"), (403, "Refused"), (400, "Refused"),
@@ -1644,7 +2215,7 @@ def test_hub_transport_is_a_transport(hub, remote, tmp_path):
 def test_each_answer_of_the_hub_is_what_it_means(hub, remote, status, kind):
     hub.fault("POST", "/commit/", status, Retry_After="7")
     with pytest.raises(getattr(diloco, kind)) as e:
-        remote.commit({"x": b"1"}, expect=remote.head() if status == 412 else None)
+        remote.commit({"x": b"1"}, expect=remote.head()[0] if status == 412 else None)
     assert "\n" not in str(e.value.args[0])
     if status == 429:
         assert e.value.args[1] == 7.0
@@ -1652,7 +2223,7 @@ def test_each_answer_of_the_hub_is_what_it_means(hub, remote, status, kind):
 
 def test_missing_repo_and_bad_names_are_refused(hub, tmp_path):
     with pytest.raises(diloco.Refused, match="404"):
-        diloco.open_hub("me/nothing").list("nodes/")
+        diloco.open_hub("me/nothing").head()
     for name in ("nothing", "a/b/c", "http://x/y"):
         with pytest.raises(ValueError, match="distributed.hub"):
             diloco.open_hub(name)
@@ -1660,14 +2231,14 @@ def test_missing_repo_and_bad_names_are_refused(hub, tmp_path):
 
 @pytest.mark.parametrize("action", ["corrupt", "reset", 502])
 def test_damaged_downloads_are_noticed_and_read_again(hub, remote, tmp_path, action):
-    remote.commit({"global/latest.safetensors": b"w" * 3000, "global/step_count.json": b"{}"})
+    version = remote.commit({diloco.WEIGHTS: b"w" * 3000, diloco.STEP: b"{}"})
+    ((_, _, tag), _), seen, to = remote.list("global/"), [], tmp_path / "w"
     hub.fault("GET", "resolve", action, count=2)
-    seen = []
-    _, files = diloco.retry(lambda: remote.snapshot(
-        ["global/latest.safetensors", "global/step_count.json"], tmp_path),
-        seen.append, lambda: False)
-    assert [f.read_bytes() for f in files.values()] == [b"w" * 3000, b"{}"]
+    diloco.retry(lambda: remote.fetch(diloco.WEIGHTS, version, to, tag), lambda *e: seen.append(e))
+    assert to.read_bytes() == b"w" * 3000
     assert seen or action == "reset", "the client itself takes up a download that was cut off"
+    hub.fault("GET", "resolve", action, count=2)
+    assert diloco.retry(lambda: remote.read(diloco.STEP), lambda *e: None) == (version, b"{}")
 
 
 def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
@@ -1748,6 +2319,69 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
         assert sum(m["steps"] for m in of_node) == entry["steps"]
 
 
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
+    """The demo of the README: three terminals, the default folder, then Ctrl-C."""
+    flags = ["--config=smoke", "--max-steps=200", "--eval-every=20", "--device=cpu"]
+    alone = run_script([*flags, "--name=alone"], tmp_path)
+    alone = float(re.findall(r"val ([\d.]+)", alone.stdout)[-1])
+    first, second = (start("worker.py", f"--node-id={name}", cwd=tmp_path, log=f"{name}.log")
+                     for name in "ab")
+    for name in "ab":           # both wait for the master, so that they begin together
+        wait_for(lambda: "waiting  for a global" in (tmp_path / f"{name}.log").read_text())
+    master = start("master.py", *flags, "--inner-steps=10", cwd=tmp_path, log="m.log")
+    try:
+        assert first.wait(timeout=90) == 0 and second.wait(timeout=90) == 0
+        wait_for(lambda: [b["local_step"] for b in books(tmp_path).values()] == [200, 200])
+        table = run_script(["--status"], tmp_path, "master.py").stdout
+        master.send_signal(signal.SIGINT)
+        assert master.wait(timeout=30) == 0
+    finally:
+        for p in (master, first, second):
+            p.kill()
+            p.wait()
+    log = (tmp_path / "a.log").read_text()
+    assert [word for word in ("waiting", "join", "push", "install", "eval", "checkpoint")
+            if f"\n{word}" not in "\n" + log] == []
+    assert "stop     at outer step" in (tmp_path / "m.log").read_text()
+    history = [json.loads(line)
+               for line in (tmp_path / "runs/hub/global/history.jsonl").read_text().splitlines()]
+    assert history[-1]["val_loss"] < alone, (history[-1]["val_loss"], alone)
+    assert f"| outer step {history[-1]['outer_step']} | step 200 | 2 nodes" in table
+    for name in "ab":
+        again = run_script([f"--node-id={name}"], tmp_path, "worker.py")
+        assert again.returncode == 0 and "already at step 200" in again.stdout, again.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_worker_that_waits_and_one_that_trains(tmp_path, number):
+    worker = start("worker.py", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
+    log = tmp_path / "a.log"
+    wait_for(lambda: "waiting  for a global model" in log.read_text())
+    worker.send_signal(number)
+    assert worker.wait(timeout=30) == 0 and "Traceback" not in log.read_text()
+    master = start("master.py", *MASTER, "--max-steps=100000", cwd=tmp_path, log="m.log")
+    worker = start("worker.py", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
+    try:
+        wait_for(lambda: "\npush" in log.read_text())
+        worker.send_signal(number)
+        assert worker.wait(timeout=30) == 0
+        assert f"{number.name}: the state is saved" in log.read_text()
+        master.send_signal(number)
+        assert master.wait(timeout=30) == 0
+    finally:
+        master.kill()
+        worker.kill()
+    entry = books(tmp_path)["a"]
+    assert entry["steps"] == entry["local_step"] and entry["lost"] == 0
+
+
 def test_a_worker_waits_and_says_so_and_a_swarm_runs_over_the_hub(hub, tmp_path):
     repo = f"me/live{len(hub.repos)}"
     missing = subprocess.run([sys.executable, HERE / "worker.py", f"--hub={repo}", "--node-id=a"],
@@ -1771,3 +2405,62 @@ def test_a_worker_waits_and_says_so_and_a_swarm_runs_over_the_hub(hub, tmp_path)
     assert sum(p["steps"] for p in pushed) == 40 and pushed[-1]["step"] == 40
     assert lines_of(tmp_path / "runs/smoke/a", "join")[0] == {
         "event": "join", "outer_step": 0, "step": 0}
+
+# ---- python test_all.py: the study of the README
+
+
+STUDY = ["--config=smoke", "--max-steps=1000", "--inner-steps=10", "--lr=4e-3", "--warmup-steps=50",
+         "--micro-batch-size=16", "--eval-batches=64", "--sample=", "--logging.every-steps=1000"]
+SPEEDS, LATENCY = [1.0, 0.83, 0.71, 0.55] * 2, 4.0      # of the nodes; seconds, 40 % of an inner loop
+ROWS = {    # what: (flags, what simulate() takes)
+    "synchronous": (["--wait=true", "--codec=fp32"], dict(equal=True)),
+    "asynchronous, fp32": (["--codec=fp32"], dict(latency=LATENCY)),
+    "asynchronous, int4": ([], dict(latency=LATENCY)),
+    "asynchronous, int2": (["--codec=int2"], dict(latency=LATENCY)),
+    "asynchronous, int4, 30 % of the deltas lost": ([], dict(latency=LATENCY, loss=0.3)),
+    "asynchronous, int4, one node joins at half time": ([], dict(latency=LATENCY, late=True)),
+    "asynchronous, int4, Muon": (["--optimizer.name=muon"], dict(latency=LATENCY)),
+}
+
+
+def study(nodes: int, seed: int, only: str = "", *flags: str):
+    """Prints the validation loss of the global model for each row of the README's table."""
+    def say(what, loss, began, more=""):
+        print(json.dumps(dict(nodes=nodes, seed=seed, what=what, loss=round(loss, 4), **{
+            "seconds": round(time.time() - began)}, more=more)), flush=True)
+
+    def val_loss(model, config):
+        return trainer_module.mean_loss(model, build_data(config)[1], config, torch.device("cpu"))
+
+    def one_machine(what, *extra):
+        began, config = time.time(), load_config([*STUDY, f"--seed={seed}", *flags, *extra])
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+            config["run"]["output_dir"] = folder
+            torch.manual_seed(seed)
+            trainer = Trainer(build_model(config["model"]), config, build_data(config)[0])
+            trainer.train()
+        say(what, val_loss(trainer.model, config), began)
+
+    def swarm(what, extra, speeds, late=False, **world):
+        began, config = time.time(), load_config([*STUDY, f"--seed={seed}", *flags, *extra])
+        joins = [0] * (len(speeds) - 1) + [500 if late else 0]
+        with contextlib.redirect_stdout(None):
+            master, _ = simulate(config, speeds, joins=joins, **world)
+        model = build_model(config["model"])
+        diloco.set_tensors(diloco.swarm_tensors(model), master.weights)
+        say(what, val_loss(model, config), began, f"{master.state['outer_step']} rounds, "
+            f"{sum(b['steps'] for b in master.state['nodes'].values())} steps")
+    if "data parallel".startswith(only) or not only:
+        one_machine("data parallel", f"--target-batch-size={16 * nodes}")
+    if "one node alone".startswith(only) or not only:
+        one_machine("one node alone")
+        swarm("one node alone, with the outer optimizer", ["--codec=fp32"], [1.0], latency=LATENCY)
+    for what, (extra, world) in ROWS.items():
+        if only in what:
+            world = dict(world)
+            speeds = [1.0] * nodes if world.pop("equal", False) else SPEEDS[:nodes]
+            swarm(what, extra, speeds, **world)
+
+
+if __name__ == "__main__":      # python test_all.py NODES SEED [a row] [flags]
+    study(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
