@@ -137,7 +137,7 @@ CHOICES = {
 AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.block_size",
                 "model.n_layer", "model.n_head", "model.d_model", "data.micro_batch_size",
                 "data.target_batch_size", "data.prefetch_factor", "checkpoint.keep_last",
-                "logging.every_steps")
+                "logging.every_steps", "distributed.inner_steps", "distributed.max_pending")
 
 # What the nodes of a swarm take from the master. Not: paths and devices of a machine, the hub.
 SHARED = [("run", key) for key in ("name", "seed", "precision", "max_steps", "eval_every",
@@ -147,7 +147,10 @@ SHARED += [(section, key) for section in ("model", "optimizer", "scheduler")
 SHARED += [("data", key) for key in ("path", "val_path", "micro_batch_size", "target_batch_size")]
 SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
                                             "join_warmup", "poll_interval",
-                                            "commits_per_hour")]
+                                            "commits_per_hour", "outer_lr", "outer_momentum",
+                                            "outer_warmup", "quorum", "round_timeout",
+                                            "max_staleness", "staleness_power", "max_norm_ratio",
+                                            "squash_every")]
 
 # ---- the command line
 
@@ -237,10 +240,12 @@ def shared_settings(config: dict) -> dict:
 
 def check_published(published: dict, section: str, key: str):
     """A setting out of a hub: data of the right type, never code. Raises ValueError."""
-    value = published.get(section, {}).get(key, base[section][key])
+    values = published.get(section, {})
+    value = values.get(key, base[section][key]) if isinstance(values, dict) else None
     if isinstance(base[section][key], tuple) and isinstance(value, list):
-        value = tuple(value)
-    if type(value) is not type(base[section][key]):
+        value = tuple(v if isinstance(v, float) else math.nan for v in value)
+    if (type(value) is not type(base[section][key])
+            or isinstance(value, tuple) and len(value) != len(base[section][key])):
         raise ValueError(f"the hub's setting {section}.{key}={value!r} is of the wrong type")
     if (section, key) == ("model", "name") and ":" in value:
         raise ValueError(f"the hub asks for the model {value}, which is code: if you trust it, "
@@ -279,8 +284,8 @@ def derive(config: dict) -> dict:
             numbers = value if isinstance(value, tuple) else (value,)
             for number in numbers:
                 if isinstance(number, (int, float)):
-                    check(math.isfinite(number) and number >= 0,
-                          f"{section}.{key}={value} must be finite and not negative")
+                    check(0 <= number < (2**63 if isinstance(number, int) else math.inf),
+                          f"{section}.{key}={str(value)[:40]} must be finite and not negative")
     for full, allowed in CHOICES.items():
         section, key = full.split(".")
         check(config[section][key] in allowed,

@@ -156,8 +156,11 @@ def load_coded(file: Path, shapes: dict):
     """(header, decoded tensors) of a delta or an update. Raises ValueError if it is neither."""
     try:
         with safe_open(file, "pt") as f:
-            header = f.metadata() or {}
-            return header, decode({k: f.get_tensor(k) for k in f.keys()}, shapes, header["codec"])
+            header, stored = f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
+        if ({k: (v.dtype, tuple(v.shape)) for k, v in stored.items()}
+                != stored_shapes(shapes, header["codec"])):
+            raise ValueError(f"{file.name} holds other tensors")
+        return header, decode(stored, shapes, header["codec"])
     except (SafetensorError, KeyError, TypeError, RuntimeError) as e:
         raise ValueError(f"{file.name} is no coded file: {e}") from e
 
@@ -271,7 +274,8 @@ class FolderTransport:
     @contextlib.contextmanager
     def locked(self):
         if not os.access(self.own, os.W_OK):    # nothing there yet, or ours to read only
-            yield
+            with self.errors():
+                yield
             return
         with self.errors(), self.lock.acquire(timeout=60):
             if self.log.exists():
@@ -329,9 +333,13 @@ class FolderTransport:
                 raise Unavailable(f"{self.root / path} is not what {STEP} says")
 
     def list(self, prefix: str, version=None):
+        found = []
         with self.locked():
-            return [(f.relative_to(self.root).as_posix(), f.stat().st_size, "")
-                    for f in sorted((self.root / prefix).rglob("*")) if f.is_file()]
+            for f in sorted((self.root / prefix).rglob("*")):
+                with contextlib.suppress(FileNotFoundError):    # who may not lock sees it change
+                    if f.is_file():
+                        found.append((f.relative_to(self.root).as_posix(), f.stat().st_size, ""))
+        return found
 
     def commit(self, add: dict, delete=(), expect=None, message="") -> str:
         for path in [*add, *delete]:
@@ -384,8 +392,11 @@ class HubTransport:
         disable_progress_bars()
         hub.utils.logging.set_verbosity_error()     # what goes wrong is told here, once
         if create:
-            with self.errors():
-                self.api.create_repo(repo, private=private, exist_ok=True)
+            retry(lambda: self.create(private))
+
+    def create(self, private: bool):
+        with self.errors():
+            self.api.create_repo(self.repo, private=private, exist_ok=True)
 
     @contextlib.contextmanager
     def errors(self):
@@ -396,6 +407,8 @@ class HubTransport:
             yield
         except errors.HFValidationError as e:
             raise Refused(f"--hub={self.repo}: {e}") from e
+        except (KeyError, TypeError, json.JSONDecodeError) as e:     # a proxy's own page
+            raise Unavailable(f"{self.repo}: no answer of a Hub, {type(e).__name__} {e}") from e
         except (self.net_error, OSError, RuntimeError) as e:  # RuntimeError: an upload that failed
             while not isinstance(e, errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
@@ -427,7 +440,9 @@ class HubTransport:
         try:
             with self.errors():
                 answer = self.hub.get_hf_file_metadata(self.hub.hf_hub_url(self.repo, STEP))
-                return answer.commit_hash, answer.etag
+            if not (answer.commit_hash and answer.etag):
+                raise Unavailable(f"{self.repo}: no answer of a Hub")
+            return answer.commit_hash, answer.etag
         except FileNotFoundError:
             with self.errors():
                 return self.api.repo_info(self.repo).sha, ""
@@ -441,9 +456,14 @@ class HubTransport:
                 answer = get_session().get(url, headers=build_hf_headers())
                 hf_raise_for_status(answer)
         except FileNotFoundError:
-            return version or self.head()[0], None
+            version = version or self.head()[0]
+            if any(path == there for there, _, _ in self.list(os.path.dirname(path), version)):
+                raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
+            return version, None
         # a large file comes from elsewhere, and the first answer has what the Hub says of it
-        first = next(a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers)
+        first = next((a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers), None)
+        if first is None:
+            raise Unavailable(f"{self.repo}: no answer of a Hub")
         tag = first.headers.get("X-Linked-ETag") or first.headers.get("ETag", "")
         if not fits(answer.content, tag.removeprefix("W/").strip('"')):
             raise Unavailable(f"{self.repo}: {path} arrived damaged")
@@ -512,25 +532,47 @@ def open_hub(name: str, create=False, private=True):
 
 def parse_state(content: bytes) -> dict:
     """The published state. Raises Refused where it is none."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    def like(values: dict, kinds: dict) -> bool:
+        return all(isinstance(values[k], kind) for k, kind in kinds.items())
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         state = json.loads(content)
-        kinds = {"outer_step": int, "run_id": str, "progress": int, "nodes": dict, "files": dict,
-                 "config": dict, "norms": list}
-        if (all(isinstance(state[k], kind) for k, kind in kinds.items())
-                and all(len(state["files"][path]["sha256"]) == 64
-                        for path in (WEIGHTS, MOMENTUM, RESIDUAL, *state["files"]))):
+        books = MasterOuterLoop.new_books()
+        kinds = {k: (float, int, type(None)) if k == "loss" else (float, int)
+                 if isinstance(v, float) else type(v) for k, v in books.items()}
+        if (like(state, {"outer_step": int, "run_id": str, "progress": int, "nodes": dict,
+                         "files": dict, "config": dict, "norms": list, "finished": bool})
+                and all(like(state["files"][path], {"sha256": str, "size": int})
+                        for path in (WEIGHTS, MOMENTUM, RESIDUAL, *state["files"]))
+                and all(like(entry, kinds) for entry in state["nodes"].values())
+                and all(like(r, {"number": int, "local_step": int, "reason": str})
+                        for entry in state["nodes"].values() for r in entry["refused"])
+                and 0 <= state["outer_step"] < 10 ** 12 and 0 <= state["progress"] < 10 ** 15):
             return state
     raise Refused(f"{STEP} is not what a master of this program writes")
 
 
-def read_state(transport, failed=say, stopped=lambda: False):
-    """(version, state) of the newest global model; waits, saying so, while there is none. Raises
-    Unavailable once stopped() holds."""
+def rounds_of(history: bytes) -> list:
+    """The lines of history.jsonl that are rounds."""
+    rounds = []
+    for line in history.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(line)
+            if isinstance(line, dict) and line.keys() >= {"outer_step", "merged", "time"}:
+                rounds.append(line)
+    return rounds
+
+
+def read_state(transport, failed=say, stopped=lambda: False, version=None):
+    """(version, state) of the global model, of `version` or else the newest; waits, saying so,
+    while there is none. Raises Unavailable once stopped() holds."""
     said = False
     while not stopped():
-        version, content = retry(lambda: transport.read(STEP), failed, stopped)
+        at, content = retry(lambda: transport.read(STEP, version), failed, stopped)
         if content is not None:
-            return version, parse_state(content)
+            return at, parse_state(content)
+        if version is not None:     # forgotten by a squash
+            version = None
+            continue
         if not said:
             print("waiting  for a global model: is master.py running on this hub?", flush=True)
             said = True
@@ -539,31 +581,36 @@ def read_state(transport, failed=say, stopped=lambda: False):
 
 
 def read_global(transport, folder: Path, shapes: dict, base=None, wanted=lambda state: True,
-                failed=say, stopped=lambda: False):
+                failed=say, stopped=lambda: False, version=None):
     """(state, weights) of the newest global model, of one version, checked by its hash; None if its
     state is not a wanted one. By way of the updates if `base`, the (state, weights) of an earlier
     one, is given and they are smaller. Raises Refused if its tensors have other shapes."""
-    def fetch(path, version, state):
-        transport.fetch(path, version, folder / "latest", state["files"][path]["sha256"])
+    def fetch(path, at, state):
+        transport.fetch(path, at, folder / "latest", state["files"][path]["sha256"])
         return folder / "latest"
 
     def attempt():
-        version, state = read_state(transport, failed, stopped)
+        nonlocal version
+        at, state = read_state(transport, failed, stopped, version)
+        version = None
         if not wanted(state):
             return None
         files = state["files"]
         try:
-            if base and base[0]["run_id"] == state["run_id"]:
+            if (base and base[0]["run_id"] == state["run_id"]
+                    and state["outer_step"] - base[0]["outer_step"] <= UPDATES):
                 updates = [UPDATE.format(n)
                            for n in range(base[0]["outer_step"] + 1, state["outer_step"] + 1)]
                 if (files.keys() >= set(updates) and sum(files[path]["size"] for path in updates)
                         < files[WEIGHTS]["size"]):
                     weights = base[1]
                     for path in updates:
-                        _, update = load_coded(fetch(path, version, state), shapes)
+                        _, update = load_coded(fetch(path, at, state), shapes)
+                        if not norm_of(update.values()) < math.inf:
+                            raise ValueError(f"{path} holds numbers that are not finite")
                         weights = {k: v - update[k] for k, v in weights.items()}
                     return state, weights
-            weights = load_file(fetch(WEIGHTS, version, state))
+            weights = load_file(fetch(WEIGHTS, at, state))
         except FileNotFoundError as e:
             raise Unavailable(f"the version that was read is gone: {e}") from e
         except (SafetensorError, KeyError, ValueError) as e:
@@ -576,12 +623,13 @@ def read_global(transport, folder: Path, shapes: dict, base=None, wanted=lambda 
 
 def workspace() -> tempfile.TemporaryDirectory:
     """A folder that goes when its process does; what killed processes have left goes now."""
-    for old in Path(tempfile.gettempdir()).glob("diloco_*"):
+    prefix = ".dumbdiloco_work_"
+    for old in Path(tempfile.gettempdir()).glob(prefix + "*"):
         with contextlib.suppress(OSError, Timeout):
-            if time.time() - old.stat().st_mtime > 60:      # a young one may not be locked yet
+            if (old / "lock").exists():         # else it is being made
                 with FileLock(old / "lock", timeout=0):
                     shutil.rmtree(old)
-    folder = tempfile.TemporaryDirectory(prefix="diloco_")
+    folder = tempfile.TemporaryDirectory(prefix=prefix)
     folder.lock = FileLock(Path(folder.name) / "lock")
     folder.lock.acquire()
     return folder
@@ -608,13 +656,15 @@ def check_delta(file, shapes: dict, limit: int) -> dict:
         numbers["first_step"] = int(header.get("first_step",
                                                numbers["local_step"] - numbers["steps"]))
         floats = {"loss": float(header["loss"]), "seconds": float(header.get("seconds", 0))}
+        strings = [header[k] for k in ("run_id", "node_id", "incarnation")]
         expected = {k: ({torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[dtype],
                         shape)
                     for k, (dtype, shape) in stored_shapes(shapes, header["codec"]).items()}
-        if min(numbers.values()) < 0 or not all(map(math.isfinite, floats.values())):
+        if (not all(0 <= n < 10 ** 15 for n in numbers.values()) or max(map(len, strings)) > 99
+                or not all(map(math.isfinite, floats.values()))):
             raise ValueError
     except (KeyError, ValueError):
-        raise ValueError(f"the header lacks something: {sorted(header)}") from None
+        raise ValueError(f"the header lacks something: {sorted(header)[:20]}") from None
     if there != expected:
         k = next(k for k in sorted(there.keys() | expected) if there.get(k) != expected.get(k))
         raise ValueError(f"tensor {k[:80]} is {there.get(k, 'missing')}, "
@@ -670,9 +720,7 @@ class MasterOuterLoop:
             self.state, changed = parse_state(self.content), {}
             try:
                 for path in (WEIGHTS, MOMENTUM, RESIDUAL):
-                    tag = self.state["files"][path]["sha256"]
-                    self.patiently(lambda: self.transport.fetch(
-                        path, self.version, self.folder / path, tag))
+                    self.patiently(lambda: self.fetch_own(path))
                 self.weights, self.momentum, self.residual = (
                     load_file(self.folder / path) for path in (WEIGHTS, MOMENTUM, RESIDUAL))
             except FileNotFoundError as e:
@@ -686,6 +734,16 @@ class MasterOuterLoop:
                      self.history)
         self.log(f"master   at outer step {self.state['outer_step']} of run "
                  f"{self.state['run_id']}: waiting for deltas")
+
+    def fetch_own(self, path: str):
+        try:
+            self.transport.fetch(path, self.version, self.folder / path,
+                                 self.state["files"][path]["sha256"])
+        except Unavailable:
+            there = self.transport.read(STEP)[1]
+            if there not in (None, self.content):
+                raise Superseded("another master has published meanwhile") from None
+            raise
 
     def publish(self, state: dict, changed: dict, history: bytes, delete=()):
         """Put a new state out in one commit. Raises Refused if the one there is not the one this
@@ -730,6 +788,8 @@ class MasterOuterLoop:
 
     def superseded(self, there):
         """The state there is not the newest of ours. Raises what that means."""
+        if there is None:
+            raise Unavailable(f"{STEP} is not there")
         if hashlib.sha256(there or b"").hexdigest() in self.own[:-1]:   # a cache may lag behind
             raise Unavailable("the repository answers with an older version")
         raise Superseded(f"another master has taken the repository over; "
@@ -770,8 +830,8 @@ class MasterOuterLoop:
         if self.first_seen is None:
             self.first_seen = time.monotonic()
         if self.transport.limited:
-            times = [json.loads(line)["time"] for line in self.history.splitlines()[-128:]]
-            if not may_commit(self.settings, self.transport, len(self.active()), times,
+            times = [line["time"] for line in rounds_of(self.history)[-1024:]]
+            if not may_commit(self.settings, self.transport, self.state["nodes"], times,
                               time.time()):
                 return False
         return (set() < self.active() <= nodes or 0 < self.settings["quorum"] <= len(nodes)
@@ -782,12 +842,11 @@ class MasterOuterLoop:
         return sorted(self.state["nodes"][node]["seconds"] for node in self.active())
 
     def round_timeout(self) -> float:
-        """Seconds that a round waits after its first delta: while no node is known, a quarter of
-        the time that one took to come, for those who began at the same time."""
-        loops = self.loops()
-        return self.settings["round_timeout"] or (
-            2 * statistics.median(loops) if loops
-            else min(30.0, (self.first_seen - self.started) / 4))
+        """Seconds that a round waits after its first delta; while no node is known, a tenth of the
+        time that one took to come, at most one, for those who began at the same time."""
+        if not self.active():
+            return min(1.0, (self.first_seen - self.started) / 10)
+        return self.settings["round_timeout"] or 2 * statistics.median(self.loops())
 
     def sync_once(self) -> int:
         """One outer round over the deltas that are there now. Returns the outer step; without
@@ -809,12 +868,13 @@ class MasterOuterLoop:
                 except FileNotFoundError:       # gone since it was listed
                     continue
                 except ValueError as e:
-                    refused.append({"path": path, "reason": str(e)})
+                    reason = "".join(c if c.isprintable() else "?" for c in str(e)[:200])
+                    refused.append({"path": path, "reason": reason})
                     entry = books.setdefault(node, self.new_books())
                     entry["refusals"] += 1
                     entry["refused"] = [*entry["refused"][-19:],
                                         {"number": entry["refusals"], "local_step": local_step,
-                                         "reason": str(e)}]
+                                         "reason": reason}]
                 delete.append(path)
         if not delete:
             return self.state["outer_step"]
@@ -849,7 +909,10 @@ class MasterOuterLoop:
         self.report(line)
         if (merged and self.settings["squash_every"]
                 and outer_step % self.settings["squash_every"] == 0):
-            self.patiently(self.transport.squash)
+            try:
+                self.transport.squash()
+            except (Conflict, Unavailable, Refused, FileNotFoundError) as e:    # the next one may
+                self.log(f"notice   the history could not be squashed: {e.args[0]}")
         return outer_step
 
     @staticmethod
@@ -885,6 +948,8 @@ class MasterOuterLoop:
                 raise ValueError(f"a replay: step {before} is merged already")
         gap = local_step - d["steps"] - before
         if gap < 0:
+            entry["lost"] += local_step - before
+            entry |= {"incarnation": d["incarnation"], "local_step": local_step}
             raise ValueError(f"of {d['steps']} steps, {-gap} of which are not new")
         entry["lost"] += gap                    # what was sent in between did not come or was bad
         # From here on the node's work is booked: as merged, or as lost.
@@ -992,20 +1057,24 @@ def active_nodes(books: dict, outer_step: int) -> set:
             if entry["outer_step"] >= max(1, outer_step + 1 - ACTIVE_ROUNDS) and not entry["final"]}
 
 
-def may_commit(settings: dict, transport, nodes: int, times, now: float) -> bool:
+def may_commit(settings: dict, transport, books: dict, times, now: float, last=False) -> bool:
     """Whether a node, or the master, that has committed at these times may do so now, so that all
-    together stay below commits_per_hour. Everybody has an equal share, and one is kept for a node
-    that joins. The first half of it is free; then the gaps grow until they last."""
+    together stay below commits_per_hour. Everybody seen in the last two hours has an equal share,
+    and one is kept for a node that joins. The first half of it is free; then the gaps grow until
+    they last; for a `last` commit there need be none."""
     limit = settings["commits_per_hour"]
     if not transport.limited or not limit:
         return True
+    newest = max((entry["last_seen"] for entry in books.values()), default=0.0)
+    nodes = sum(entry["last_seen"] > newest - 7200 and not entry["final"]
+                for entry in books.values())
     share, window = limit / (nodes + 2), 3600.0
     if share < 1:
         share, window = 1.0, window / share
     share = int(share)
-    used = sum(now - t < window for t in times)
-    gap = window / share * 2 * (2 * used / share - 1)
-    return used < share and (not times or now - times[-1] >= gap)
+    times = [t for t in times if now - window < t <= now]     # not those of a clock that was ahead
+    gap = 0.0 if last else window / share * 2 * (2 * len(times) / share - 1)
+    return len(times) < share and (not times or now - times[-1] >= gap)
 
 
 def norm_of(tensors) -> float:
@@ -1038,7 +1107,7 @@ def status(transport, rows: int = 20) -> str:
         if b["refused"]:
             lines.append(f"  last refused: step {b['refused'][-1]['local_step']}, "
                          f"{b['refused'][-1]['reason']}")
-    rounds = [line for line in map(json.loads, history.splitlines()) if line["merged"]]
+    rounds = [line for line in rounds_of(history) if line["merged"]]
     if rounds:
         lines += ["", f"{'outer step':>10} {'train loss':>10} {'val loss':>8} {'norm':>8}  nodes"]
     for r in [r for i, r in enumerate(rounds)
@@ -1092,7 +1161,7 @@ class DumbDiLoCo:
         self.unsent_then = None         # of that checkpoint
         self.first_step = 0             # the local step at which this node joined
         self.ramp = False               # whether that was in the middle of a run
-        self.pushes = deque(maxlen=128)         # when the last deltas were sent
+        self.pushes = deque(maxlen=1024)         # when the last deltas were sent
         self.sent = []                  # [(local step, decoded delta)], uploaded and not in G
         self.sending = None             # the delta on its way: {"local_step", "delta", ...}
         self.done, self.failed = None, None     # results of the background thread
@@ -1160,6 +1229,9 @@ class DumbDiLoCo:
         if self.saved:
             print("notice   the checkpoint is of another run of this hub: joining as a new node",
                   flush=True)
+        if books.get("incarnation", "") >= self.incarnation:    # of a clock that was ahead
+            number = int(re.match(r"\d{,30}", books["incarnation"])[0] or 0)
+            self.incarnation = f"{number + 1:020d}-{os.urandom(4).hex()}"
         self.rebase(new, {k: torch.zeros_like(v) for k, v in new.items()})
         # beyond what waits there of an earlier worker of this name: nothing is overwritten
         trainer.step = max([self.state["progress"], books.get("local_step", 0), *waiting])
@@ -1226,7 +1298,8 @@ class DumbDiLoCo:
                 print("waiting  for the upload of the last delta; Ctrl-C leaves it to the next "
                       "start", flush=True)
                 said = True
-            time.sleep(0.02)
+            # a commit limit may make it wait for its turn
+            wait(0.02 if self.sending else 2.0, lambda: trainer.stop_signal)
         with self.wake:
             self.closing = True
             self.wake.notify()
@@ -1278,7 +1351,7 @@ class DumbDiLoCo:
             self.warned = True
             return
         now = time.monotonic()
-        if not last and self.crowded(now):
+        if self.crowded(now, last):
             return
         self.loop, self.pushed = now - self.pushed, now
         self.pushes.append(now)
@@ -1303,13 +1376,14 @@ class DumbDiLoCo:
                             "tokens": trainer.tokens, "began": time.monotonic()}
             self.wake.notify()
 
-    def crowded(self, now: float) -> bool:
+    def crowded(self, now: float, last: bool) -> bool:
         """Whether a commit now would be more than this node's share. How many share is known once
         the master has booked this node: its second delta waits for that."""
-        nodes = active_nodes(self.state["nodes"], self.state["outer_step"])
-        if self.pushes and self.transport.limited and self.node_id not in nodes:
+        books = self.state["nodes"]
+        booked = books.get(self.node_id, {}).get("incarnation") == self.incarnation
+        if self.pushes and not booked and self.transport.limited and not last:
             return self.settings["commits_per_hour"] > 0
-        return not may_commit(self.settings, self.transport, len(nodes), self.pushes, now)
+        return not may_commit(self.settings, self.transport, books, self.pushes, now, last)
 
     def fail(self, trainer, error: Exception):
         self.failed, trainer.stop_signal = error, type(error).__name__
@@ -1345,8 +1419,8 @@ class DumbDiLoCo:
                          base_outer_step=int(done["header"]["base_outer_step"]),
                          steps=steps, bytes=size, seconds=seconds)
         if arrived:
-            self.arrived = None
             self.install(trainer, *arrived)
+            self.arrived = None     # keep: last, because the other thread looks again from then on
 
     def refused(self, state: dict) -> dict:
         """{local step: reason} of what the master has refused of this worker since it came."""
@@ -1371,6 +1445,11 @@ class DumbDiLoCo:
             trainer.emit("refused", f"{trainer.progress()} | the delta of step {local_step}: "
                          f"{reason}", step=local_step, reason=reason)
         unsent = self.unsent(self.baseline)
+        merged = books.get("local_step", 0) if books.get("incarnation") == self.incarnation else 0
+        if merged > self.last_sent:     # an upload of this worker's process before has landed late:
+            unsent = {k: self.sending["delta"][k] if self.sending else torch.zeros_like(v)
+                      for k, v in unsent.items()}           # it did these steps
+            trainer.step = self.last_sent = max(merged, trainer.step)
         self.sent = [(step, delta) for step, delta in self.sent if not self.covers(state, step)]
         self.state, self.refusals, self.warned = state, books.get("refusals", 0), False
         self.rebase(new, unsent)
@@ -1416,18 +1495,20 @@ class DumbDiLoCo:
 
     def look_once(self):
         """Fetch the global model if there is a newer one. An idle look is one HEAD."""
-        _, tag = self.patiently(self.transport.head)
+        version, tag = self.patiently(self.transport.head)
         if tag != self.seen and not self.arrived:
-            self.look()
+            self.look(version)
             self.seen = tag
         wait(poll_interval(self.settings, self.transport, self.loop), lambda: self.closing)
 
-    def look(self):
+    def look(self, version=None):
         """Fetch the global model if it is a newer one, or refuses something of ours."""
+        def wanted(state):
+            return (state["outer_step"] > self.state["outer_step"] or self.refused(state)
+                    or state["finished"] != self.state["finished"])
         self.arrived = read_global(
-            self.transport, self.folder, self.shapes, (self.state, self.G),
-            lambda state: state["outer_step"] > self.state["outer_step"] or self.refused(state),
-            lambda *error: self.errors.append(error), lambda: self.closing)
+            self.transport, self.folder, self.shapes, (self.state, self.G), wanted,
+            lambda *error: self.errors.append(error), lambda: self.closing, version)
 
     def upload(self, sending: dict) -> dict:
         file, there = self.folder / "upload", self.folder / "own"
@@ -1444,8 +1525,10 @@ class DumbDiLoCo:
                 except FileNotFoundError as e:      # merged just now
                     raise Unavailable(str(e)) from e
                 incarnation, delta = self.read_delta(there)
-                if incarnation != self.incarnation:
+                if incarnation > self.incarnation:
                     self.taken_over()
+                if incarnation < self.incarnation:
+                    raise Unavailable(f"{sending['path']} is not ours: the master removes it")
                 return {**result, "delta": delta}   # what counts is what is there
             if tried:           # its answer was lost: it may have been merged, too
                 state = parse_state(self.transport.read(STEP)[1] or b"")

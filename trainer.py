@@ -640,6 +640,7 @@ class Trainer:
         self.best = {"step": None, "val_loss": math.inf}
         # has a loss or gradient been no number?
         self.not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.last_loss = torch.zeros(())
         self.stop_signal = None
         self.folder = Path(run["output_dir"], run["name"], config["distributed"]["node_id"])
         try:
@@ -711,7 +712,8 @@ class Trainer:
             "optimizers": [o.state_dict() for o in self.optimizers],
             "scaler": self.scaler.state_dict(),
             "step": self.step, "position": self.position, "tokens": self.tokens,
-            "best": self.best, "random": random_state(), "config": self.config,
+            "best": self.best, "last_loss": float(self.last_loss), "random": random_state(),
+            "config": self.config,
             "coordinator": self.coordinator.state_dict() if self.coordinator else None,
         }
         write_atomically(path, lambda f: torch.save(state, f))
@@ -750,6 +752,7 @@ class Trainer:
                 group.update({k: v for k, v in now.items() if k != "params"})
             optimizer.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
+        self.last_loss = torch.tensor(state["last_loss"])
         self.step, self.position, self.tokens, self.best = (
             state[k] for k in ("step", "position", "tokens", "best"))
         set_random_state(state["random"])

@@ -40,7 +40,7 @@ def main(argv):
     except KeyboardInterrupt:
         print("stop     before the first step", flush=True)
         return
-    except (ValueError, OSError, Refused) as e:
+    except (ValueError, OSError, Refused, TrainingError) as e:
         return f"error: {e}"
     try:
         trainer.train()
@@ -48,6 +48,8 @@ def main(argv):
             raise trainer.coordinator.failed
     except (TrainingError, Refused) as e:
         return f"error: {e}"
+    except KeyboardInterrupt:       # the second one
+        sys.exit("stop     at once; what the newest checkpoint does not hold is lost")
 
 
 if __name__ == "__main__":
