@@ -1216,7 +1216,7 @@ def test_nesterov_is_torch_sgd():
 
 
 @pytest.mark.parametrize("codec", list(diloco.CODECS))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
     """With a plain outer sum, whatever the interleaving, a node's weights are all it has
     learned."""
@@ -2401,7 +2401,7 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
                                 "--checkpoint.every-steps=15", cwd=tmp_path, log=f"{name}.log")
     workers, chance = {name: worker(name) for name in "ab"}, random.Random(0)
     try:
-        for kill in range(6):
+        for kill in range(5):
             time.sleep(chance.uniform(3.0, 6.0))
             if kill % 3 == 0:
                 master.kill()
