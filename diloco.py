@@ -152,6 +152,7 @@ def save(tensors: dict, file: Path, metadata: dict | None = None) -> dict:
     except (SafetensorError, OSError) as e:
         raise Unavailable(f"cannot write {file}: {e}") from e
 
+
 def load_coded(file: Path, shapes: dict):
     """(header, decoded tensors) of a delta or an update. Raises ValueError if it is neither."""
     try:
@@ -163,7 +164,6 @@ def load_coded(file: Path, shapes: dict):
         return header, decode(stored, shapes, header["codec"])
     except (SafetensorError, KeyError, TypeError, RuntimeError) as e:
         raise ValueError(f"{file.name} is no coded file: {e}") from e
-
 
 # ---- the outer optimizer: no files, no network
 
@@ -224,7 +224,7 @@ def retry(work, failed=say, stopped=lambda: False, longest: float = 60.0):
 # ---- transports
 # head() -> (version, tag of the state): the tag changes when global/step_count.json does
 # read(path, version=None) -> (version, bytes, or None if there is no such file): a small file
-# fetch(path, version, to, tag=None): a file, put at `to`; FileNotFoundError if it is gone
+# fetch(path, version, to, tag=""): a file, put at `to`; FileNotFoundError if it is gone
 # list(prefix, version=None) -> [(path, size, tag)]
 # commit(add, delete, expect) -> version: all or nothing, Conflict if `expect` is given and is not
 #   the head; add is {path: bytes or a file}
@@ -657,8 +657,8 @@ def check_delta(file, shapes: dict, limit: int) -> dict:
                                                numbers["local_step"] - numbers["steps"]))
         floats = {"loss": float(header["loss"]), "seconds": float(header.get("seconds", 0))}
         strings = [header[k] for k in ("run_id", "node_id", "incarnation")]
-        expected = {k: ({torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[dtype],
-                        shape)
+        names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
+        expected = {k: (names[dtype], shape)
                     for k, (dtype, shape) in stored_shapes(shapes, header["codec"]).items()}
         if (not all(0 <= n < 10 ** 15 for n in numbers.values()) or max(map(len, strings)) > 99
                 or not all(map(math.isfinite, floats.values()))):
@@ -692,7 +692,7 @@ class MasterOuterLoop:
         self.stop = False
         self.first_seen = None          # when the first delta of the coming round was seen
         self.warned, self.started = set(), time.monotonic()
-        self.listed, self.listing = None, ({}, [])      # the version that was listed last
+        self.listed, self.listing = None, []    # the version that was listed last
         self.own = []                   # tags of the states this master has published, newest last
         for attempt in range(5):
             try:
@@ -730,6 +730,8 @@ class MasterOuterLoop:
                               "out, or use another --hub")
             self.history = self.patiently(
                 lambda: self.transport.read(HISTORY, self.version))[1] or b""
+        self.shapes = shapes_of(self.weights)
+        self.commits = deque((line["time"] for line in rounds_of(self.history)), maxlen=1024)
         self.publish({**self.state, **published, "master": os.urandom(4).hex()}, changed,
                      self.history)
         self.log(f"master   at outer step {self.state['outer_step']} of run "
@@ -772,8 +774,7 @@ class MasterOuterLoop:
                 self.version, there = self.transport.read(STEP)
                 if there == content:
                     return
-                if there != self.content:
-                    self.superseded(there)
+                self.must_be_ours(there)
                 if isinstance(doubt, Unavailable):
                     raise doubt
                 # only deltas have come, or somebody has deleted one: once more, on the new head
@@ -786,24 +787,24 @@ class MasterOuterLoop:
         self.state, self.content, self.history = json.loads(content), content, history
         self.own = [*self.own, hashlib.sha256(content).hexdigest()][-8:]
 
-    def superseded(self, there):
-        """The state there is not the newest of ours. Raises what that means."""
+    def must_be_ours(self, there):
+        """Raises what it means if the state there is not the newest of ours."""
+        if there == self.content:
+            return
         if there is None:
             raise Unavailable(f"{STEP} is not there")
-        if hashlib.sha256(there or b"").hexdigest() in self.own[:-1]:   # a cache may lag behind
+        if hashlib.sha256(there).hexdigest() in self.own[:-1]:          # a cache may lag behind
             raise Unavailable("the repository answers with an older version")
         raise Superseded(f"another master has taken the repository over; "
                          f"this one stops at outer step {self.state['outer_step']}")
 
     def waiting(self):
-        """{node: [(local step, path, size, tag)]}, [(path, reason)] of what is no delta's name.
-        Raises Refused if another master has published."""
+        """{node: [(local step, path, size, tag)]}, and the paths that are no delta's name. Raises
+        Refused if another master has published."""
         def look():
             version, tag = self.transport.head()
             if not fits(self.content, tag):
-                there = self.transport.read(STEP, version)[1]
-                if there != self.content:
-                    self.superseded(there)
+                self.must_be_ours(self.transport.read(STEP, version)[1])
             if version != self.listed:
                 self.listing = sorted(self.transport.list("nodes/", version))
                 self.version = self.listed = version
@@ -814,7 +815,7 @@ class MasterOuterLoop:
             if match and NODE_ID.fullmatch(match[1]):
                 nodes.setdefault(match[1], []).append((int(match[2]), path, size, tag))
             else:
-                strange.append((path, "not the name of a delta"))
+                strange.append(path)
         return {node: sorted(deltas) for node, deltas in nodes.items()}, strange
 
     def active(self) -> set:
@@ -829,11 +830,9 @@ class MasterOuterLoop:
             return False
         if self.first_seen is None:
             self.first_seen = time.monotonic()
-        if self.transport.limited:
-            times = [line["time"] for line in rounds_of(self.history)[-1024:]]
-            if not may_commit(self.settings, self.transport, self.state["nodes"], times,
-                              time.time()):
-                return False
+        if not may_commit(self.settings, self.transport, self.state["nodes"], self.commits,
+                          time.time()):
+            return False
         return (set() < self.active() <= nodes or 0 < self.settings["quorum"] <= len(nodes)
                 or time.monotonic() - self.first_seen > self.round_timeout())
 
@@ -858,8 +857,8 @@ class MasterOuterLoop:
         nodes, strange = self.waiting()
         books = {node: dict(entry) for node, entry in self.state["nodes"].items()}
         total = {k: torch.zeros_like(v) for k, v in self.weights.items()}
-        merged, delete = [], [path for path, _ in strange]
-        refused = [{"path": path, "reason": reason} for path, reason in strange]
+        merged, delete = [], list(strange)
+        refused = [{"path": path, "reason": "not the name of a delta"} for path in strange]
         # fixed order, nodes by name and each by step: the order of arrival cannot change a bit
         for node in sorted(nodes):
             for local_step, path, size, tag in nodes[node]:
@@ -902,6 +901,7 @@ class MasterOuterLoop:
                  "bytes_out": sum(v.nbytes for t in changed.values() for v in t.values()),
                  "seconds": time.monotonic() - began, "time": time.time()}
         self.publish(state, changed, self.history + json.dumps(line).encode() + b"\n", delete)
+        self.commits.append(line["time"])
         if merged:
             self.weights, self.momentum, self.residual = weights, momentum, residual
             self.warn(line)
@@ -929,8 +929,7 @@ class MasterOuterLoop:
             raise ValueError(f"{size:,} bytes, more than this model can need")
         file = self.folder / "delta"
         self.patiently(lambda: self.transport.fetch(path, self.version, file, tag))
-        shapes = shapes_of(self.weights)
-        d = check_delta(file, shapes, header_limit)
+        d = check_delta(file, self.shapes, header_limit)
         entry = books.setdefault(node, self.new_books())
         if d["run_id"] != self.state["run_id"]:
             raise ValueError(f"of another run, {d['run_id'][:40]}")
@@ -958,7 +957,7 @@ class MasterOuterLoop:
                   "last_seen": time.time(), "base_outer_step": d["base_outer_step"]}
         stale = self.state["outer_step"] - d["base_outer_step"]
         scale = (1 + stale) ** -self.settings["staleness_power"]
-        _, delta = load_coded(file, shapes)
+        _, delta = load_coded(file, self.shapes)
         norm, lost = norm_of(delta.values()), None
         if self.settings["max_staleness"] and stale > self.settings["max_staleness"]:
             lost = f"{stale} outer steps old, more than max_staleness"
@@ -992,9 +991,8 @@ class MasterOuterLoop:
                     -kept, self.momentum[k], total[k] / active, contributors / active,
                     self.state["outer_step"])
                 change[k] = -moved
-        shapes = shapes_of(change)
         update = encode(change, codec)
-        said = decode(update, shapes, codec)
+        said = decode(update, self.shapes, codec)
         return ({k: v - said[k] for k, v in self.weights.items()}, momentum,
                 {k: (v - said[k]).bfloat16() for k, v in change.items()
                  if form(v.shape, codec) != torch.float32}, update)
@@ -1158,7 +1156,6 @@ class DumbDiLoCo:
         self.folder = Path(self.work.name)
         self.state = None               # that of G
         self.saved = None               # the state of a checkpoint, to be reconciled in start()
-        self.unsent_then = None         # of that checkpoint
         self.first_step = 0             # the local step at which this node joined
         self.ramp = False               # whether that was in the middle of a run
         self.pushes = deque(maxlen=1024)         # when the last deltas were sent
@@ -1190,7 +1187,7 @@ class DumbDiLoCo:
 
     def start(self, trainer):
         def failed(error, retry_in):
-            self.errors.append((error, retry_in))
+            self.met(error, retry_in)
             self.tell(trainer)
 
         def stopped():
@@ -1244,8 +1241,8 @@ class DumbDiLoCo:
         again."""
         saved, self.incarnation = self.saved, self.saved["incarnation"]
         self.first_step = saved["first_step"]
-        books = self.own_books(self.state)
-        merged = books["local_step"] if books.get("incarnation") == self.incarnation else 0
+        self.own_books(self.state)
+        merged = self.merged_step(self.state)
         self.sent, file = [], self.folder / "own"
         for step, (path, tag) in sorted(waiting.items()):
             if step > merged:
@@ -1256,9 +1253,7 @@ class DumbDiLoCo:
                 if incarnation == self.incarnation:
                     self.sent.append((step, delta))
         known = max([merged, saved["last_sent"], *(step for step, _ in self.sent)])
-        # on a second try of start() the model is no longer that of the checkpoint: kept here
-        self.unsent_then = self.unsent_then or self.unsent(saved["baseline"])
-        unsent = self.unsent_then
+        unsent = self.unsent(saved["baseline"])
         sending, tokens_sent = saved["sending"], saved["tokens_sent"]
         if known > trainer.step:                            # sent after the checkpoint was written
             unsent = {k: torch.zeros_like(v) for k, v in unsent.items()}
@@ -1428,11 +1423,14 @@ class DumbDiLoCo:
         return {r["local_step"]: r["reason"] for r in books.get("refused", ())
                 if r["number"] > self.refusals}
 
+    def merged_step(self, state: dict) -> int:
+        """The local step up to which `state` holds the work of this incarnation."""
+        books = state["nodes"].get(self.node_id, {})
+        return books["local_step"] if books.get("incarnation") == self.incarnation else 0
+
     def covers(self, state: dict, local_step: int) -> bool:
         """Whether `state` has merged, or refused, this node's delta of that step."""
-        books = state["nodes"].get(self.node_id, {})
-        return (books.get("incarnation") == self.incarnation and books["local_step"] >= local_step
-                or local_step in self.refused(state))
+        return self.merged_step(state) >= local_step or local_step in self.refused(state)
 
     def install(self, trainer, state: dict, new: dict):
         """Move to a newer global model, keeping the work it does not hold."""
@@ -1445,7 +1443,7 @@ class DumbDiLoCo:
             trainer.emit("refused", f"{trainer.progress()} | the delta of step {local_step}: "
                          f"{reason}", step=local_step, reason=reason)
         unsent = self.unsent(self.baseline)
-        merged = books.get("local_step", 0) if books.get("incarnation") == self.incarnation else 0
+        merged = self.merged_step(state)
         if merged > self.last_sent:     # an upload of this worker's process before has landed late:
             unsent = {k: self.sending["delta"][k] if self.sending else torch.zeros_like(v)
                       for k, v in unsent.items()}           # it did these steps
@@ -1480,8 +1478,11 @@ class DumbDiLoCo:
             if not self.closing:
                 self.failed = e
 
+    def met(self, error: str, retry_in: float):
+        self.errors.append((error, retry_in))
+
     def patiently(self, work):
-        return retry(work, lambda *error: self.errors.append(error), lambda: self.closing)
+        return retry(work, self.met, lambda: self.closing)
 
     def upload_once(self):
         with self.wake:
@@ -1508,7 +1509,7 @@ class DumbDiLoCo:
                     or state["finished"] != self.state["finished"])
         self.arrived = read_global(
             self.transport, self.folder, self.shapes, (self.state, self.G), wanted,
-            lambda *error: self.errors.append(error), lambda: self.closing, version)
+            self.met, lambda: self.closing, version)
 
     def upload(self, sending: dict) -> dict:
         file, there = self.folder / "upload", self.folder / "own"

@@ -2395,6 +2395,13 @@ def books(cwd):
     return json.loads((cwd / "runs/hub/global/step_count.json").read_text())["nodes"]
 
 
+def wait_for(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
 def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
     master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
     worker = lambda name: start("worker.py", f"--node-id={name}", "--device=cpu",  # noqa: E731
@@ -2415,10 +2422,7 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
                     workers[name] = worker(name)
         assert [w.wait(timeout=120) for w in workers.values()] == [0, 0], (
             tmp_path / "a.log").read_text()
-        deadline = time.monotonic() + 60
-        while (time.monotonic() < deadline
-               and [b["local_step"] for b in books(tmp_path).values()] != [120, 120]):
-            time.sleep(0.2)
+        wait_for(lambda: [b["local_step"] for b in books(tmp_path).values()] == [120, 120])
         master.send_signal(signal.SIGTERM)
         assert master.wait(timeout=60) == 0
     finally:
@@ -2434,13 +2438,6 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
     for name, entry in books(tmp_path).items():
         of_node = [m for line in history for m in line["merged"] if m["node"] == name]
         assert sum(m["steps"] for m in of_node) == entry["steps"]
-
-
-def wait_for(condition, seconds=90):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
@@ -2508,10 +2505,7 @@ def test_a_worker_waits_and_says_so_and_a_swarm_runs_over_the_hub(hub, tmp_path)
     hub.push(repo, {})
     a = start("worker.py", f"--hub={repo}", "--node-id=a", "--device=cpu", cwd=tmp_path,
               log="a.log")
-    deadline = time.monotonic() + 60
-    while "waiting" not in (tmp_path / "a.log").read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert "waiting  for a global model" in (tmp_path / "a.log").read_text()
+    wait_for(lambda: "waiting  for a global model" in (tmp_path / "a.log").read_text())
     flags = [f"--hub={repo}", *MASTER, "--max-steps=40", "--max-outer-steps=1"]
     master = subprocess.run([sys.executable, HERE / "master.py", *flags], cwd=tmp_path,
                             capture_output=True, text=True, timeout=120)
