@@ -29,26 +29,34 @@ base = dict(
         output_dir="runs",          # runs live here
         eval_every=100,             # steps between evaluations; 0 = only at the end
         eval_batches=20,            # microbatches of validation data, the same ones each time
-        sample="",                  # a prompt to continue at the end of training; "" = no sample
+        sample="",                  # a prompt, continued at each eval; with --resume: only that
+        export="",                  # folder for a transformers model; with --resume: only that
         expected_loss=0.0,          # final validation loss to expect, printed first; 0 = not known
+        plot=False,                 # train.py: draw loss.svg and end; several runs: --name=a,b
     ),
     model=dict(
         name="reference_transformer",  # a registered name, or your own: package.module:factory
+        init_from="",               # Llama-family weights and shape: a folder, user/name on the Hub
         vocab_size=256,             # 256 = bytes
         block_size=256,             # positions per sample; the model refuses longer ones
         n_layer=4,                  # transformer blocks
-        n_head=4,                   # query heads; d_model / n_head is the head size, whole and even
+        n_head=4,                   # query heads
         n_kv_head=0,                # K/V heads, a divisor of n_head; 0 = n_head
+        head_dim=0,                 # size of a head, even; 0 = d_model / n_head
         d_model=256,                # width of the residual stream
         d_ff=0,                     # width of the MLP; 0 = 8/3 d_model, up to a multiple of 64
         dropout=0.0,                # 0 to < 1, on the embedding and on each branch
         tie_weights=True,           # input and output embeddings are one matrix
+        attention_bias="none",      # none | qkv (as Qwen2) | qkvo
+        mlp_bias=False,             # biases in the MLP
         rope_base=10000.0,          # base of the rotary angles
+        rope_scaling=(1.0, 1.0, 4.0, 8192.0),  # Llama 3's factor, low and high turns, old context
         norm_eps=1e-5,              # of RMSNorm
     ),
     data=dict(
         path="stdlib",              # stdlib | synthetic | text, folder, glob | .bin | .npy | hf://
         val_path="",                # validation data; "" = the last tenth of data.path, held out
+        tokenizer="",               # "" = bytes | tokenizer.json, its folder, user/name on the Hub
         micro_batch_size=16,        # samples per forward and backward
         target_batch_size=16,       # samples per optimizer step: a multiple of micro_batch_size
         num_workers=0,              # DataLoader processes; 0 = read in the training process
@@ -76,11 +84,19 @@ base = dict(
     ),
     logging=dict(
         every_steps=10,             # steps between log lines
+        tensorboard=False,          # scalars in the run's folder too: pip install tensorboard
+    ),
+    sample=dict(
+        tokens=400,                 # how far run.sample goes on at the end; 100 or less on the way
+        temperature=0.8,            # divides the logits; 0 = always the likeliest token
+        top_k=0,                    # only the k likeliest tokens; 0 = all
+        top_p=1.0,                  # only the likeliest tokens that have this probability together
     ),
     distributed=dict(
         node_id="",                 # who this machine is: letters, digits, . _ -
         hub="./runs/hub",           # a folder (starts with . / file://) or user/name on the Hub
         private=True,               # the master creates the Hub repo private
+        license="",                 # what the repo's page says, apache-2.0 for example
         inner_steps=50,             # optimizer steps between two deltas of a node
         outer_lr=0.7,               # of the outer Nesterov step
         outer_momentum=0.8,         # of the outer Nesterov step
@@ -131,6 +147,7 @@ CHOICES = {
     "run.precision": ("auto", "fp32", "bf16", "fp16"),
     "data.pin_memory": ("auto", "true", "false"),
     "optimizer.name": ("adamw", "muon"),
+    "model.attention_bias": ("none", "qkv", "qkvo"),
     "distributed.codec": ("fp32", "bf16", "int8", "int4", "int2"),
     "scheduler.name": ("cosine", "constant", "wsd"),
 }
@@ -141,10 +158,11 @@ AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.
 
 # What the nodes of a swarm take from the master. Not: paths and devices of a machine, the hub.
 SHARED = [("run", key) for key in ("name", "seed", "precision", "max_steps", "eval_every",
-                                   "eval_batches", "expected_loss")]
-SHARED += [(section, key) for section in ("model", "optimizer", "scheduler")
-           for key in base[section]]
-SHARED += [("data", key) for key in ("path", "val_path", "micro_batch_size", "target_batch_size")]
+                                   "eval_batches", "expected_loss", "sample")]
+SHARED += [(section, key) for section in ("model", "optimizer", "scheduler", "sample")
+           for key in base[section] if key != "init_from"]
+SHARED += [("data", key) for key in ("path", "val_path", "tokenizer", "micro_batch_size",
+                                     "target_batch_size")]
 SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
                                             "join_warmup", "poll_interval",
                                             "commits_per_hour", "outer_lr", "outer_momentum",
@@ -168,7 +186,7 @@ def parse(text: str, default, key: str):
         return type(default)(text)
     except (KeyError, ValueError):
         kind = {bool: "true or false", int: "a whole number", float: "a number",
-                tuple: "two numbers, a,b"}[type(default)]
+                tuple: f"numbers like {str(default)[1:-1].replace(' ', '')}"}[type(default)]
         raise ValueError(f"--{key}={text}: wants {kind}") from None
 
 
@@ -192,12 +210,13 @@ def resolve(key: str) -> tuple[str, str]:
     return tuple(found[0].split("."))
 
 
-def load_config(argv: list[str], published: dict | None = None) -> dict:
+def load_config(argv: list[str], published: dict | None = None,
+                pretrained: dict | None = None) -> dict:
     """The config that command line arguments ask for, checked and with its derived values.
 
-    Precedence: base, then the named config, then what a master has `published`, then the other
-    flags. Raises ValueError, in one line, for whatever is wrong; prints the help and exits for
-    --help.
+    Precedence: base, then the named config, then what a master has `published` or the sections of a
+    `pretrained` model, then the other flags. Raises ValueError, in one line, for whatever
+    is wrong; prints the help and exits for --help.
     """
     name, flags = "small", []
     for argument in argv:
@@ -224,8 +243,14 @@ def load_config(argv: list[str], published: dict | None = None) -> dict:
         given = {(section, key) for section, key, _ in flags}
         for section, key in [shared for shared in SHARED if shared not in given]:
             config[section][key] = check_published(published, section, key)
+    pretrained = pretrained or {"model": {}}
+    for section, values in pretrained.items():
+        config[section].update(values)
     for section, key, text in flags:
-        config[section][key] = parse(text, base[section][key], f"{section}.{key}")
+        value = config[section][key] = parse(text, base[section][key], f"{section}.{key}")
+        if section == "model" and value != pretrained["model"].get(key, value):
+            raise ValueError(f"--model.{key}={text}: model.init_from has "
+                             f"{pretrained['model'][key]}")
     config["run"]["name"] = config["run"]["name"] or name
     return derive(config)
 
@@ -302,19 +327,31 @@ def derive(config: dict) -> dict:
     node_id = config["distributed"]["node_id"]
     check(not node_id or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", node_id),
           f"distributed.node_id={node_id!r}: up to 64 letters, digits, dots, dashes, underscores")
+    check(re.fullmatch(r"[\w.+-]*", config["distributed"]["license"]),
+          f"distributed.license={config['distributed']['license']!r}: wants an identifier such as "
+          f"apache-2.0")
     check(re.fullmatch(r"[^/\\\0-\x1f]+", run["name"]) and run["name"] not in (".", ".."),
           f"run.name={run['name']} is no folder name")
 
     model["n_kv_head"] = model["n_kv_head"] or model["n_head"]
     model["d_ff"] = model["d_ff"] or 64 * math.ceil(model["d_model"] * 8 / 3 / 64)
-    check(model["d_model"] % model["n_head"] == 0,
+    check(model["head_dim"] or model["d_model"] % model["n_head"] == 0,
           f"model.d_model={model['d_model']} is not divisible by model.n_head={model['n_head']}")
+    model["head_dim"] = model["head_dim"] or model["d_model"] // model["n_head"]
     check(model["n_head"] % model["n_kv_head"] == 0,
           f"model.n_head={model['n_head']} is not divisible by "
           f"model.n_kv_head={model['n_kv_head']}")
-    head_dim = model["d_model"] // model["n_head"]
-    check(head_dim % 2 == 0, f"the head size model.d_model / model.n_head = {head_dim} is odd: "
-                             f"rotary positions need pairs")
+    check(model["head_dim"] % 2 == 0,
+          f"model.head_dim (or model.d_model / model.n_head) = {model['head_dim']} is odd: "
+          f"rotary positions need pairs")
+    low, high = model["rope_scaling"][1:3]
+    check(model["rope_scaling"][0] >= 1 and low < high,
+          f"model.rope_scaling={model['rope_scaling']}: wants a factor of at least 1, and more "
+          f"high than low turns")
+    check(not model["init_from"] or model["name"] in ("reference_transformer", "gpt"),
+          f"model.init_from fills the reference transformer, not model.name={model['name']}")
+    check(0 < config["sample"]["top_p"] <= 1,
+          f"sample.top_p={config['sample']['top_p']} is not above 0 and at most 1")
 
     check(data["target_batch_size"] % data["micro_batch_size"] == 0,
           f"data.target_batch_size={data['target_batch_size']} is not a multiple of "

@@ -23,6 +23,8 @@ Sign, once for all: delta = before - after, so the global model moves by MINUS t
   global/residual.safetensors                       what rounding kept back from the updates, bf16
   global/history.jsonl                              a line per outer round
   nodes/<node_id>/delta_<local_step>.safetensors    waiting to be merged
+  config.json, model.safetensors, tokenizer*.json   the same model, as transformers wants it
+  README.md, loss.svg                               the page: progress, curve, nodes, how to join
 
 Trust: whoever may write to the repository may move the model; what a master can check (shapes, run,
 replays, numbers that are none, outsized norms) it does. It does not authenticate nodes, hide data
@@ -54,6 +56,8 @@ from safetensors.torch import load_file, save_file
 STEP, WEIGHTS = "global/step_count.json", "global/latest.safetensors"
 MOMENTUM, RESIDUAL = "global/momentum.safetensors", "global/residual.safetensors"
 HISTORY, UPDATE = "global/history.jsonl", "global/update_{}.safetensors"
+PAGE, CURVE, MODEL = "README.md", "loss.svg", "model.safetensors"
+PAGE_EVERY = 300        # s between two versions of the page
 NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DELTA = re.compile(r"nodes/([^/]+)/delta_(\d{1,18})\.safetensors")
 ACTIVE_ROUNDS = 4       # a node that has contributed to none of this many rounds is not waited for
@@ -245,6 +249,13 @@ def fits(content, tag: str) -> bool:
     return tag == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
+def twins_of(add: dict) -> dict:
+    """{path: an earlier path that gets the same file}."""
+    first = {}
+    return {path: first[content] for path, content in add.items()
+            if not isinstance(content, bytes) and first.setdefault(content, path) != path}
+
+
 class FolderTransport:
     """The repository as a plain folder: one machine, or a shared file system with working locks.
 
@@ -352,9 +363,13 @@ class FolderTransport:
             if expect is not None and head != expect:
                 raise Conflict(f"{self.root} is at {head}, not {expect}")
             staged = {path: f"staged_{i}" for i, path in enumerate(add)}
+            twins = twins_of(add)
             try:
                 for path, content in add.items():
-                    self.write(self.own / staged[path], content)
+                    if path in twins:
+                        os.link(self.own / staged[twins[path]], self.own / staged[path])
+                    else:
+                        self.write(self.own / staged[path], content)
             except OSError:
                 for leftover in self.own.glob("staged_*"):
                     leftover.unlink()
@@ -405,14 +420,14 @@ class HubTransport:
         errors = self.hub.errors
         try:
             yield
-        except errors.HFValidationError as e:
-            raise Refused(f"--hub={self.repo}: {e}") from e
-        except (KeyError, TypeError, json.JSONDecodeError) as e:     # a proxy's own page
-            raise Unavailable(f"{self.repo}: no answer of a Hub, {type(e).__name__} {e}") from e
         except (self.net_error, OSError, RuntimeError) as e:  # RuntimeError: an upload that failed
             while not isinstance(e, errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
             raise self.meaning(e) from e
+        except (KeyError, TypeError, json.JSONDecodeError) as e:     # a proxy's own page
+            raise Unavailable(f"{self.repo}: no answer of a Hub, {type(e).__name__} {e}") from e
+        except ValueError as e:     # a bad name of a repo, bad metadata of a page
+            raise Refused(f"{self.repo}: {' '.join(str(e).split())}") from e
 
     def meaning(self, e) -> Exception:
         errors, response = self.hub.errors, getattr(e, "response", None)
@@ -494,9 +509,13 @@ class HubTransport:
                           path, content if isinstance(content, bytes) else str(content))
                       # keep: made anew for each try, or a lost answer doubles it
                       for path, content in add.items()]
+        twins = twins_of(add)
+        first = [operation for operation in operations if operation.path_in_repo not in twins]
         operations += [self.hub.CommitOperationDelete(path, is_folder=False) for path in delete]
         try:
             with self.errors():
+                if twins:       # once they are there, their twins need no upload
+                    self.api.preupload_lfs_files(self.repo, first)
                 return self.api.create_commit(self.repo, operations, commit_message=message,
                                               parent_commit=expect).oid
         except (Conflict, FileNotFoundError) as e:
@@ -560,6 +579,57 @@ def rounds_of(history: bytes) -> list:
             if isinstance(line, dict) and line.keys() >= {"outer_step", "merged", "time"}:
                 rounds.append(line)
     return rounds
+
+
+def curves_of(rounds: list) -> dict:
+    """{"train": [(step, loss)], "val": [(step, loss)]} of the global model, from the rounds."""
+    curves, step = {"train": [], "val": []}, 0
+    for line in rounds:
+        losses = [m["loss"] for m in line["merged"]]
+        step = max([step, *(m["local_step"] for m in line["merged"])])
+        if losses:
+            curves["train"].append((step, sum(losses) / len(losses)))
+        if "val_loss" in line:
+            curves["val"].append((step, line["val_loss"]))
+    return curves
+
+
+BEGIN = "<!-- swarm: from here to the closing mark the master writes; the rest is yours -->"
+END = "<!-- swarm: end -->"
+
+
+def page_of(old: str, hub: str, state: dict, weights: dict, license: str) -> str:
+    """README.md of the repository, a model card: `old` with the marked part made new, or a new one
+    if it is empty."""
+    c, name = state["config"], hub.rstrip("/").split("/")[-1]
+    of = {section: c.get(section, {}) for section in ("run", "model", "data")}
+    val = f", validation loss {state['val_loss']:.4f}" if "val_loss" in state else ""
+    seen = {node: time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry["last_seen"]))
+            for node, entry in state["nodes"].items()}
+    part = "\n".join([
+        BEGIN, f"A model of {sum(v.numel() for v in weights.values()):,} parameters "
+        f"(`{of['model'].get('name')}`), trained on `{of['data'].get('path')}` by a swarm of "
+        f"{len(state['nodes'])} nodes that share what they learn through this repository.", "",
+        f"**Outer step {state['outer_step']:,}, step {state['progress']:,} of "
+        f"{of['run'].get('max_steps', 0):,}**, "
+        f"{sum(entry['tokens'] for entry in state['nodes'].values()):,} tokens{val}.", "",
+        f"![loss against steps]({CURVE})", "",
+        "| node | steps merged | tokens | last seen (UTC) |", "|---|---|---|---|",
+        *(f"| {node} | {entry['steps']:,} | {entry['tokens']:,} | {seen[node]} |"
+          for node, entry in sorted(state["nodes"].items())), "",
+        "To join, with a token in HF_TOKEN that may write here:", "", "```",
+        f"python worker.py --hub={hub} --node-id=NAME", "```", END])
+    if not old.strip():
+        head = ["---", *([f"license: {license}"] if license else []),
+                "pipeline_tag: text-generation", "library_name: transformers",
+                "tags:", "- text-generation", "- dumbdiloco", "- distributed-training", "---",
+                f"# {name}", "", part, ""]
+        return "\n".join(head)
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        return before + part + after
+    return f"{old.rstrip()}\n\n{part}\n"
 
 
 def read_state(transport, failed=say, stopped=lambda: False, version=None):
@@ -679,12 +749,15 @@ class MasterOuterLoop:
     settings: the section `distributed` of the config. weights, and `published` (what a worker shall
     know: "config", "buffers"), begin a repository that holds no model yet; of one that does,
     `published` is brought up to date. evaluate(weights, step) -> validation loss or None, if given,
-    is called before each publication. Raises Refused when another master takes over.
+    is called before each publication. files: {name: bytes} that make the repository a model of
+    transformers. draw(curves) -> SVG text, if given, makes the picture of a page. Raises Refused
+    when another master takes over.
     """
 
     def __init__(self, transport, settings: dict, weights: dict, published=None, evaluate=None,
-                 log=functools.partial(print, flush=True)):
+                 files=None, draw=None, log=functools.partial(print, flush=True)):
         self.transport, self.settings, self.evaluate, self.log = transport, settings, evaluate, log
+        self.files, self.draw, self.page_at = files or {}, draw, -math.inf
         self.optimizer = NesterovOuterOptimizer(settings["outer_lr"], settings["outer_momentum"],
                                                 settings["outer_warmup"])
         self.work = workspace()
@@ -733,7 +806,7 @@ class MasterOuterLoop:
         self.shapes = shapes_of(self.weights)
         self.commits = deque((line["time"] for line in rounds_of(self.history)), maxlen=1024)
         self.publish({**self.state, **published, "master": os.urandom(4).hex()}, changed,
-                     self.history)
+                     self.history, more=self.files)
         self.log(f"master   at outer step {self.state['outer_step']} of run "
                  f"{self.state['run_id']}: waiting for deltas")
 
@@ -747,14 +820,28 @@ class MasterOuterLoop:
                 raise Superseded("another master has published meanwhile") from None
             raise
 
-    def publish(self, state: dict, changed: dict, history: bytes, delete=()):
+    def page(self, state: dict, history: bytes) -> dict:
+        """{path: bytes} of the page, if it is time for a new one: with the owner's words in it that
+        are there now."""
+        nodes = state["nodes"].values()
+        over = state["finished"] or nodes and all(entry["final"] for entry in nodes)
+        if not self.draw or time.monotonic() - self.page_at < PAGE_EVERY and not over:
+            return {}
+        old = (self.transport.read(PAGE, self.version)[1] or b"").decode(errors="replace")
+        return {PAGE: page_of(old, self.settings["hub"], state, self.weights,
+                              self.settings["license"]).encode(),
+                CURVE: self.draw(curves_of(rounds_of(history))).encode()}
+
+    def publish(self, state: dict, changed: dict, history: bytes, delete=(), more={}):
         """Put a new state out in one commit. Raises Refused if the one there is not the one this
         was made from."""
-        add, files, delete = {HISTORY: history}, dict(state["files"]), set(delete)
+        add, files, delete = {HISTORY: history, **more}, dict(state["files"]), set(delete)
         for path, tensors in changed.items():
             add[path] = self.folder / path.replace("/", "_")
-            files[path] = self.patiently(lambda: save(tensors, add[path],
-                                                      {"codec": self.settings["codec"]}))
+            files[path] = self.patiently(lambda: save(
+                tensors, add[path], {"codec": self.settings["codec"], "format": "pt"}))
+        if "config.json" in self.files and WEIGHTS in add:
+            add[MODEL] = add[WEIGHTS]       # one file under two names
         old = UPDATE.format(state["outer_step"] - UPDATES)
         if files.pop(old, None):
             delete.add(old)
@@ -765,9 +852,19 @@ class MasterOuterLoop:
         def commit():
             for pause in (0.0, 0.0, 0.2, 1.0, 5.0):
                 try:
-                    self.version = self.transport.commit(add, sorted(delete), self.version,
+                    page = {}
+                    page = self.page(state, history)
+                    self.version = self.transport.commit({**add, **page}, sorted(delete),
+                                                         self.version,
                                                          f"outer step {state['outer_step']}")
+                    self.page_at = time.monotonic() if page else self.page_at
                     return
+                except Refused as e:
+                    if not page:
+                        raise
+                    self.log(f"notice   there will be no {PAGE}: {e}")
+                    self.draw = None
+                    continue
                 # the head has moved, or an answer was lost: look first
                 except (Conflict, Unavailable) as e:
                     doubt = e

@@ -15,16 +15,15 @@ import torch
 from config import load_config, shared_settings
 from diloco import (STEP, MasterOuterLoop, Refused, open_hub, parse_state, retry, set_tensors,
                     status, swarm_tensors)
-from model import build_model
-from trainer import TrainingError, build_data, mean_loss
+from model import build_model, exported_files, pretrained_config
+from trainer import TrainingError, build_data, draw, mean_loss, tokenizer_files
 
 
-def evaluation(config):
+def evaluation(config, model, data):
     """evaluate(weights, step): the global model's validation loss every run.eval_every steps."""
     run, last = config["run"], -1
     if not run["eval_every"]:
         return None
-    model, (_, data) = build_model(config["model"]), build_data(config)
 
     def evaluate(weights, step):
         nonlocal last
@@ -44,13 +43,27 @@ def prepare(argv):
         return print(status(hub))
     _, content = retry(lambda: hub.read(STEP))
     if content is not None:     # it holds a run: its settings count, and flags that were given
+        given = config["data"]["tokenizer"]
         config = load_config(argv, parse_state(content)["config"])
+        config["model"]["init_from"] = ""
+        if config["data"]["tokenizer"] and not given:
+            config["data"]["tokenizer"] = settings["hub"].removeprefix("file://")
+    elif config["model"]["init_from"]:
+        config = load_config(argv, pretrained=pretrained_config(config["model"]))
+    _, data = build_data(config)
     torch.manual_seed(config["run"]["seed"])
     model = build_model(config["model"])
     tensors, parameters = swarm_tensors(model), dict(model.named_parameters())
     published = {"config": shared_settings(config),
                  "buffers": [k for k in tensors if k not in parameters]}
-    return MasterOuterLoop(hub, config["distributed"], tensors, published, evaluation(config))
+    files, eos = tokenizer_files(config)
+    try:
+        files = exported_files(model, files, eos)
+    except ValueError as e:
+        print(f"notice   transformers will not read this hub: {e}", flush=True)
+    return MasterOuterLoop(hub, config["distributed"], tensors, published,
+                           evaluation(config, model, data), files,
+                           lambda curves: draw({"global model": curves}))
 
 
 def main(argv):

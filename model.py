@@ -8,18 +8,23 @@ Needs torch and nothing else; copy this file anywhere.
 
 Decoder only: pre-RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases, tied embeddings by
 default. Tensor names, layouts and the rotation are those of the Llama family: a state dict of ours
-loads in transformers, vLLM or llama.cpp, and theirs loads here.
+loads in transformers, vLLM or llama.cpp, and theirs loads here; init_from and export() read and
+write their folders (with huggingface_hub and safetensors, imported only then).
 """
 import importlib
+import json
 import math
+import os
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-DEFAULTS = dict(vocab_size=256, block_size=256, n_layer=6, n_head=6, n_kv_head=0, d_model=384,
-                d_ff=0, dropout=0.0, tie_weights=True, rope_base=10000.0, norm_eps=1e-5)
+DEFAULTS = dict(vocab_size=256, block_size=256, n_layer=6, n_head=6, n_kv_head=0, head_dim=0,
+                d_model=384, d_ff=0, dropout=0.0, tie_weights=True, attention_bias="none",
+                mlp_bias=False, rope_base=10000.0, rope_scaling=(1.0, 1.0, 4.0, 8192.0),
+                norm_eps=1e-5)
 
 # ---- the loss, without the logits
 
@@ -75,11 +80,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # ---- kernels
 # On a GPU, and under torch.compile, plain torch is best. An eager CPU runs the same operations as
 # many passes over memory; written out by hand they are two to three times faster, which is a
-# quarter of a training step.
+# quarter of a training step. Of a few numbers (a single token) the calls cost more than the passes.
+SMALL = 1 << 13
 
 
 def plain(x) -> bool:
-    return x.device.type != "cpu" or torch.compiler.is_compiling()
+    few = x.numel() < SMALL and not torch.is_grad_enabled()
+    return x.device.type != "cpu" or torch.compiler.is_compiling() or few
 
 
 class CPUNorm(torch.autograd.Function):
@@ -172,13 +179,14 @@ def apply_rope(x, cos, sin):
 
 
 def attend(q, k, v, mask):
-    """q (B, H, T, D), k and v (B, H_kv, T, D),
-    mask None (causal) or boolean (B, 1, T, T) -> (B, H, T, D)."""
+    """q (B, H, T, D), k and v (B, H_kv, S, D), mask None (causal; all of it for a single query
+    after S - 1 cached ones) or boolean, broadcast to (B, 1, T, S) -> (B, H, T, D)."""
     repeat = q.shape[1] // k.shape[1]
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-    if q.device.type != "cpu" or mask is not None or q.shape[2] > CPUAttention.LONGEST:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    causal = mask is None and q.shape[2] > 1
+    if q.device.type != "cpu" or not causal or q.shape[2] > CPUAttention.LONGEST:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     return CPUAttention.apply(*(t.flatten(0, 1) for t in (q, k, v))).view_as(q)
 
 # ---- the transformer
@@ -199,26 +207,31 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.head_dim = c["d_model"] // c["n_head"]
-        self.q_proj = nn.Linear(c["d_model"], c["n_head"] * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(c["d_model"], c["n_kv_head"] * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(c["d_model"], c["n_kv_head"] * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(c["n_head"] * self.head_dim, c["d_model"], bias=False)
+        self.head_dim, bias = c["head_dim"], c["attention_bias"]
+        self.q_proj = nn.Linear(c["d_model"], c["n_head"] * self.head_dim, bias != "none")
+        self.k_proj = nn.Linear(c["d_model"], c["n_kv_head"] * self.head_dim, bias != "none")
+        self.v_proj = nn.Linear(c["d_model"], c["n_kv_head"] * self.head_dim, bias != "none")
+        self.o_proj = nn.Linear(c["n_head"] * self.head_dim, c["d_model"], bias == "qkvo")
 
-    def forward(self, x, cos, sin, mask):
+    def forward(self, x, cos, sin, mask, past):
         B, T, C = x.shape
         q, k, v = (p(x).view(B, T, -1, self.head_dim).transpose(1, 2)             # (B, H, T, D)
                    for p in (self.q_proj, self.k_proj, self.v_proj))
-        y = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if past is not None:
+            start, kept_k, kept_v = past
+            kept_k[:, :, start:start + T], kept_v[:, :, start:start + T] = k, v
+            k, v = kept_k[:, :, :start + T], kept_v[:, :, :start + T]
+        y = attend(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.gate_proj = nn.Linear(c["d_model"], c["d_ff"], bias=False)
-        self.up_proj = nn.Linear(c["d_model"], c["d_ff"], bias=False)
-        self.down_proj = nn.Linear(c["d_ff"], c["d_model"], bias=False)
+        self.gate_proj = nn.Linear(c["d_model"], c["d_ff"], c["mlp_bias"])
+        self.up_proj = nn.Linear(c["d_model"], c["d_ff"], c["mlp_bias"])
+        self.down_proj = nn.Linear(c["d_ff"], c["d_model"], c["mlp_bias"])
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -233,9 +246,25 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.dropout = nn.Dropout(c["dropout"])
 
-    def forward(self, x, cos, sin, mask):
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask))
+    def forward(self, x, cos, sin, mask, past):
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, past))
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+
+
+def rope_angles(c) -> torch.Tensor:
+    """Angle of each position and pair, (block_size, head_dim / 2), in float64.
+
+    rope_scaling is Llama 3's (factor, low_freq_factor, high_freq_factor, original_context): pairs
+    that turn less than low_freq_factor times in the original context are slowed down by the factor,
+    those of more than high_freq_factor turns are left, with a ramp between. Context 0 slows all.
+    """
+    D, (factor, low, high, context) = c["head_dim"], c["rope_scaling"]
+    inv_freq = c["rope_base"] ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    turns = context * inv_freq / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    # fp32 angles as the family has them
+    inv_freq = (inv_freq * (kept + (1 - kept) / factor)).float()
+    return torch.outer(torch.arange(c["block_size"]).float(), inv_freq).double()
 
 
 class Decoder(nn.Module):
@@ -248,42 +277,46 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(c["d_model"], c["norm_eps"])
         self.dropout = nn.Dropout(c["dropout"])
         self.gradient_checkpointing = False
-        head_dim = c["d_model"] // c["n_head"]
-        # fp32 angles as the family has them. keep: the powers, sines and cosines in float64 and
-        # rounded, because those of fp32 are not the same bits in each process, and a resumed run
-        # would not be the run
-        inv_freq = (c["rope_base"]
-                    ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)).float()
-        angles = torch.outer(torch.arange(c["block_size"]).float(), inv_freq).double()  # (T, D / 2)
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.cache_shape = (c["n_kv_head"], c["block_size"], c["head_dim"])
+        # keep: the powers, sines and cosines in float64 and rounded, because those of fp32 are not
+        # the same bits in each process, and a resumed run would not be the run
+        angles = rope_angles(c)
+        self.register_buffer("cos", angles.cos().float(), persistent=False)     # (T, D / 2)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, input_ids, mask):
-        T, device = input_ids.shape[1], input_ids.device.type
+    def forward(self, input_ids, mask, cache):
+        (B, T), device = input_ids.shape, input_ids.device.type
         x = self.dropout(self.embed_tokens(input_ids))
         if torch.is_autocast_enabled(device):
             # keep: the residual stream in half precision, or every add is cast
             x = x.to(torch.get_autocast_dtype(device))
-        cos, sin = self.cos[:T], self.sin[:T]
-        for layer in self.layers:
+        if cache == {}:
+            cache |= dict(length=0, kept=x.new_empty(len(self.layers), 2, B, *self.cache_shape))
+        start = cache["length"] if cache else 0
+        cos, sin = self.cos[start:start + T], self.sin[start:start + T]
+        pasts = [(start, *kv) for kv in cache["kept"]] if cache else [None] * len(self.layers)
+        for layer, past in zip(self.layers, pasts):
             if self.gradient_checkpointing and self.training:
-                x = checkpoint(layer, x, cos, sin, mask, use_reentrant=False)
+                x = checkpoint(layer, x, cos, sin, mask, past, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, mask)
+                x = layer(x, cos, sin, mask, past)
+        if cache:
+            cache["length"] += T
         return self.norm(x)
 
 
 class ReferenceTransformer(nn.Module):
     """A causal language model from a dict of the keys in DEFAULTS.
 
-    n_kv_head 0 means n_head, d_ff 0 means 8/3 d_model rounded up to a multiple of 64.
+    n_kv_head 0 means n_head, head_dim 0 means d_model / n_head, d_ff 0 means 8/3 d_model rounded up
+    to a multiple of 64. attention_bias is "none", "qkv" (as Qwen2) or "qkvo" (as Llama).
 
     tensor                 init
     embed_tokens, lm_head  normal, std 0.02, less above d_model 384: the first loss is near ln V
     q_proj k_proj v_proj
     gate_proj up_proj      normal, std 0.02
     o_proj, down_proj      normal, std 0.02 / sqrt(2 n_layer): the residual stream keeps its size
-    norms                  1
+    norms, biases          1, 0
     """
 
     def __init__(self, config: dict):
@@ -291,10 +324,11 @@ class ReferenceTransformer(nn.Module):
         c = {**DEFAULTS, **config}
         c["n_kv_head"] = c["n_kv_head"] or c["n_head"]
         c["d_ff"] = c["d_ff"] or 64 * math.ceil(c["d_model"] * 8 / 3 / 64)
-        if (c["d_model"] % c["n_head"] or c["n_head"] % c["n_kv_head"]
-                or c["d_model"] // c["n_head"] % 2):
+        if (not c["head_dim"] and c["d_model"] % c["n_head"] or c["n_head"] % c["n_kv_head"]
+                or (c["head_dim"] or c["d_model"] // c["n_head"]) % 2):
             raise ValueError(f"d_model {c['d_model']} must be n_head {c['n_head']} heads of an "
                              f"even size, and n_head a multiple of n_kv_head {c['n_kv_head']}")
+        c["head_dim"] = c["head_dim"] or c["d_model"] // c["n_head"]
         self.config = c
         self.model = Decoder(c)
         self.lm_head = nn.Linear(c["d_model"], c["vocab_size"], bias=False)
@@ -306,6 +340,8 @@ class ReferenceTransformer(nn.Module):
                     # logits have variance d_model * std ** 2
                     std *= min(1.0, math.sqrt(384 / c["d_model"]))
                 nn.init.normal_(p, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
         if c["tie_weights"]:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.register_load_state_dict_pre_hook(fill_tied_head)
@@ -314,27 +350,34 @@ class ReferenceTransformer(nn.Module):
         """Recompute each layer's activations in backward: less memory, about a third more time."""
         self.model.gradient_checkpointing = enabled
 
-    def forward(self, input_ids, labels=None, attention_mask=None):
+    def forward(self, input_ids, labels=None, attention_mask=None, cache=None):
         """input_ids, labels, attention_mask (B, T) -> {"logits": (B, T, V)},
         with labels {"loss": scalar}.
 
         labels[t] is the token after input_ids[t]; -100, and positions the mask leaves out, do not
-        count. attention_mask is 1 for tokens and 0 for padding, on either side. Raises ValueError
-        past block_size.
+        count. attention_mask is 1 for tokens and 0 for padding, on either side. cache: a dict,
+        empty at first, that keeps the "length" and the keys and values of all positions so far;
+        input_ids are then the next ones (generation, without a mask). Raises ValueError past
+        block_size.
         """
         B, T = input_ids.shape
-        if T > self.config["block_size"]:
-            raise ValueError(f"a sequence of {T} tokens is longer than "
+        past = cache["length"] if cache else 0
+        if past + T > self.config["block_size"]:
+            raise ValueError(f"a sequence of {past + T} tokens is longer than "
                              f"block_size {self.config['block_size']}")
         mask = None
+        if past and T > 1:
+            mask = torch.ones(T, past + T, dtype=torch.bool, device=input_ids.device).tril(past)
         if attention_mask is not None:
+            if cache is not None:
+                raise ValueError("a cache and an attention_mask do not go together")
             keep = attention_mask.bool()
             mask = (torch.ones(T, T, dtype=torch.bool, device=keep.device).tril()
                     & keep[:, None, None, :])
             # padding sees itself: no row of -inf, no NaN
             mask |= torch.eye(T, dtype=torch.bool, device=keep.device)
             labels = labels if labels is None else labels.masked_fill(~keep, -100)
-        x = self.model(input_ids, mask)
+        x = self.model(input_ids, mask, cache)
         if labels is None:
             return {"logits": self.lm_head(x)}
         return {"loss": ChunkedCrossEntropy.apply(
@@ -346,6 +389,151 @@ def fill_tied_head(module, state_dict, prefix, *_):
     if prefix + "model.embed_tokens.weight" in state_dict:
         state_dict.setdefault(prefix + "lm_head.weight",
                               state_dict[prefix + "model.embed_tokens.weight"])
+
+# ---- checkpoints of the Llama family: a folder, or a repo on the Hugging Face Hub
+
+
+def pretrained_file(source: str, name: str) -> str:
+    """The path of a file of a folder or Hub repo. Raises FileNotFoundError if it has none, OSError
+    for trouble on the way."""
+    if os.path.isdir(source):
+        if not os.path.exists(os.path.join(source, name)):
+            raise FileNotFoundError(f"model.init_from={source}: no {name} there")
+        return os.path.join(source, name)
+    from huggingface_hub import errors, hf_hub_download
+    try:
+        return hf_hub_download(source, name)
+    except errors.EntryNotFoundError:
+        raise FileNotFoundError(f"model.init_from={source}: no {name} there") from None
+    except Exception as e:  # the network has many ways to fail
+        raise OSError(f"model.init_from={source}: {' '.join(str(e).split())[:200]}") from e
+
+
+def pretrained_config(c: dict) -> dict:
+    """What the checkpoint c["init_from"] asks of a config: {"model": keys of DEFAULTS, from its
+    config.json, "data": {"tokenizer": it too, if it has one and is no model of bytes}}.
+
+    block_size is c's, or what the checkpoint was made for if that is less. Raises ValueError by the
+    name of a setting that ReferenceTransformer cannot represent, OSError if it cannot be read.
+    """
+    source = c["init_from"]
+    try:
+        with open(pretrained_file(source, "config.json"), encoding="utf-8") as f:
+            hf = json.load(f)
+        vocab, layers, heads, width, ff = (int(hf[k]) for k in (
+            "vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size",
+            "intermediate_size"))
+        # transformers 5 keeps the base and the scaling together
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        qwen, bias = hf.get("model_type") == "qwen2", hf.get("attention_bias", False)
+        scaling = {"linear": lambda: (rope["factor"], 1, 4, 0), "llama3": lambda: (
+            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"],
+            rope["original_max_position_embeddings"])}.get(kind, lambda: DEFAULTS["rope_scaling"])()
+        ours = dict(vocab_size=vocab, n_layer=layers, n_head=heads, d_model=width, d_ff=ff,
+                    block_size=min(c["block_size"], int(hf.get("max_position_embeddings", 2048))),
+                    n_kv_head=int(hf.get("num_key_value_heads") or heads),
+                    head_dim=int(hf.get("head_dim") or width // heads),
+                    tie_weights=hf.get("tie_word_embeddings", False),
+                    attention_bias="qkv" if qwen else "qkvo" if bias else "none",
+                    mlp_bias=hf.get("mlp_bias", False), rope_scaling=tuple(map(float, scaling)),
+                    rope_base=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+                    norm_eps=float(hf.get("rms_norm_eps", 1e-6)))
+    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as e:
+        raise ValueError(f"model.init_from={source}: config.json is not that of a Llama-family "
+                         f"model: {type(e).__name__} {e}") from e
+    window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
+    for holds, what in (
+            (hf.get("model_type") in ("llama", "mistral", "qwen2"),
+             f"model_type={hf.get('model_type')}"),
+            (hf.get("hidden_act", "silu") == "silu", f"hidden_act={hf.get('hidden_act')}"),
+            (kind in ("default", "linear", "llama3"), f"rope type {kind}"),
+            (rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) == 1.0,
+             "partial_rotary_factor"),
+            (not window or window >= ours["block_size"],
+             f"sliding_window={window} below model.block_size={ours['block_size']}"),
+            (not hf.get("quantization_config"), "quantization_config")):
+        if not holds:
+            raise ValueError(f"model.init_from={source}: {what} is more than the reference "
+                             f"transformer can be")
+    try:
+        tokenizer = source if vocab != 256 and pretrained_file(source, "tokenizer.json") else ""
+    except FileNotFoundError:
+        tokenizer = ""
+    return {"model": ours, "data": {"tokenizer": tokenizer}}
+
+
+@torch.no_grad()
+def load_pretrained(model, source: str):
+    """Fill a ReferenceTransformer with the safetensors weights of a folder or Hub repo. Raises
+    ValueError if they are not exactly its own, OSError if they cannot be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    own, seen = model.state_dict(), set()
+    try:
+        with open(pretrained_file(source, "model.safetensors.index.json"), encoding="utf-8") as f:
+            names = sorted(set(json.load(f)["weight_map"].values()))
+    except FileNotFoundError:
+        names = ["model.safetensors"]
+    for name in names:
+        try:
+            tensors = load_file(pretrained_file(source, name))
+        except SafetensorError as e:
+            raise ValueError(f"model.init_from={source}: {name}: {e}") from e
+        for key, tensor in tensors.items():
+            if key.endswith("rotary_emb.inv_freq"):     # older files have the angles, too
+                continue
+            if key not in own or own[key].shape != tensor.shape:
+                place = f"not {tuple(own[key].shape)}" if key in own else "which has no place here"
+                raise ValueError(f"model.init_from={source}: {key} is {tuple(tensor.shape)}, "
+                                 f"{place}")
+            own[key].copy_(tensor)
+            seen.add(key)
+    tied = {"lm_head.weight"} if model.config["tie_weights"] else set()
+    if missing := own.keys() - seen - tied:
+        raise ValueError(f"model.init_from={source}: {min(missing)} is missing")
+
+
+def exported_files(model, tokenizer: dict, eos_token_id=None) -> dict:
+    """{name: bytes} that make a folder with model.safetensors a model of transformers: config.json
+    and the files of the `tokenizer`. Raises ValueError for a model that no family has."""
+    if not isinstance(model, ReferenceTransformer):
+        raise ValueError(f"only the reference transformer can be exported, "
+                         f"not a {type(model).__name__}")
+    c = model.config
+    qwen, (factor, low, high, context) = c["attention_bias"] == "qkv", c["rope_scaling"]
+    if qwen and c["mlp_bias"]:
+        raise ValueError("no family has model.attention_bias=qkv together with model.mlp_bias")
+    scaling = None if factor == 1 else {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": int(context)}
+    if scaling and not context:
+        scaling = {"rope_type": "linear", "factor": factor}
+    config = dict(
+        architectures=["Qwen2ForCausalLM" if qwen else "LlamaForCausalLM"],
+        model_type="qwen2" if qwen else "llama", vocab_size=c["vocab_size"],
+        hidden_size=c["d_model"], intermediate_size=c["d_ff"], num_hidden_layers=c["n_layer"],
+        num_attention_heads=c["n_head"], num_key_value_heads=c["n_kv_head"],
+        head_dim=c["head_dim"], max_position_embeddings=c["block_size"], hidden_act="silu",
+        rms_norm_eps=c["norm_eps"], tie_word_embeddings=c["tie_weights"],
+        attention_bias=c["attention_bias"] == "qkvo", mlp_bias=c["mlp_bias"],
+        rope_theta=c["rope_base"], rope_scaling=scaling, bos_token_id=None,
+        eos_token_id=eos_token_id, torch_dtype="float32")
+    return {"config.json": json.dumps(config, indent=2).encode(), **tokenizer}
+
+
+def export(model, folder: str, files: dict):
+    """Write a folder that transformers, vLLM and llama.cpp read: `files`, as exported_files() makes
+    them, and model.safetensors, in shards above 5 GB. Raises OSError."""
+    from huggingface_hub import save_torch_state_dict
+    os.makedirs(folder, exist_ok=True)
+    for name, content in files.items():
+        with open(os.path.join(folder, name), "wb") as f:
+            f.write(content)
+    # named_parameters has tied weights once
+    weights = {k: p.detach().cpu() for k, p in model.named_parameters()}
+    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+
 
 # ---- the registry
 
@@ -385,4 +573,6 @@ def build_model(config: dict) -> nn.Module:
     model = factory(config)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model.name={name} made a {type(model).__name__}, not an nn.Module")
+    if config.get("init_from"):
+        load_pretrained(model, config["init_from"])
     return model

@@ -9,6 +9,7 @@ permutes), and what concerns processes is tested with processes.
 import base64
 import contextlib
 import copy
+import fcntl
 import functools
 import hashlib
 import heapq
@@ -17,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import pty
 import random
 import re
 import resource
@@ -26,6 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import types
@@ -33,6 +36,7 @@ from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -48,7 +52,7 @@ import model as model_module
 import trainer as trainer_module
 from config import load_config
 from model import ChunkedCrossEntropy, build_model, register_model
-from trainer import Trainer, TrainingError, build_data, read_checkpoint
+from trainer import Trainer, TrainingError, build_data, draw, plot, read_checkpoint
 
 HERE = Path(__file__).resolve().parent
 TINY = ["--config=smoke", "--device=cpu", "--data.path=synthetic", "--d-model=32",
@@ -99,7 +103,7 @@ def test_flag_is_read_as_the_type_of_its_default(flag, section, key, value):
     ("--every-steps=5", "--checkpoint.every_steps or --logging.every_steps"),
     ("--max-steps=1e3", "whole number"),
     ("--lr=fast", "wants a number"), ("--compile=yes", "true or false"), ("--lr", "--lr=VALUE"),
-    ("lr=1", "--key=value"), ("--betas=0.9", "two numbers"),
+    ("lr=1", "--key=value"), ("--betas=0.9", "numbers like 0.9,0.95"),
     ("--config=huge", "smoke, small, gpt2"), ("--target-batch-size=24", "not a multiple"),
     ("--n-head=3", "not divisible"), ("--n-kv-head=3", "not divisible"), ("--d-model=12", "odd"),
     ("--lr=nan", "finite"), ("--lr=-1", "not negative"), ("--lr=inf", "finite"),
@@ -331,6 +335,190 @@ def test_numbers_too_small_to_matter_do_not_slow_a_step():
     assert not (tiny * 1.0).any() and not (tiny @ tiny.fill_(1.0).mul_(1e-39)).any()
 
 
+PRETRAINED = [dict(), dict(tie_weights=False, n_kv_head=4), dict(head_dim=16),
+              dict(attention_bias="qkv", tie_weights=False), dict(rope_base=5e5),
+              dict(attention_bias="qkvo", mlp_bias=True), dict(rope_scaling=(8.0, 1.0, 4.0, 64.0)),
+              dict(rope_scaling=(4.0, 1.0, 4.0, 0.0))]
+
+
+def scrambled(shape):
+    """A model with every tensor far from its initial value."""
+    torch.manual_seed(3)
+    m = build_model(shape).eval()
+    for p in m.parameters():
+        nn.init.normal_(p, std=0.2)
+    return m
+
+
+def exported(model, folder, tokenizer={}):
+    model_module.export(model, str(folder), model_module.exported_files(model, tokenizer))
+    return str(folder)
+
+
+def start_from(folder, **more):
+    c = {"init_from": str(folder), "block_size": 256, **more}
+    return build_model({"name": "gpt", **c, **model_module.pretrained_config(c)["model"]}).eval()
+
+
+@pytest.mark.parametrize("more", PRETRAINED)
+def test_what_is_exported_is_where_training_can_start(tmp_path, more):
+    m = scrambled({**SHAPE, **more, "block_size": 200})
+    again = start_from(exported(m, tmp_path))
+    same = m.config.keys() - {"init_from"}
+    assert {k: again.config[k] for k in same} == {k: m.config[k] for k in same}
+    ids = torch.randint(0, 97, (2, 200))
+    assert torch.equal(again(ids)["logits"], m(ids)["logits"])
+    state = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in state) is not m.config["tie_weights"]
+    # the same in several files, with a head though it is tied, and with the angles of older files
+    state |= {"lm_head.weight": m.lm_head.weight.detach().clone(),
+              "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    (tmp_path / "model.safetensors").unlink()
+    files = {k: f"part-{i % 3}.safetensors" for i, k in enumerate(sorted(state))}
+    for file in set(files.values()):
+        save_file({k: v for k, v in state.items() if files[k] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert torch.equal(start_from(tmp_path)(ids)["logits"], m(ids)["logits"])
+    assert start_from(tmp_path, block_size=40).config["block_size"] == 40
+
+
+def test_scaled_angles_are_those_of_llama_3():
+    factor, low, high, context = 8.0, 1.0, 4.0, 128.0
+    angles = model_module.rope_angles(dict(head_dim=16, rope_base=1e4, block_size=3,
+                                           rope_scaling=(factor, low, high, context)))
+    for i in range(8):
+        freq = 1e4 ** (-i / 8)
+        length = 2 * math.pi / freq
+        if length > context / low:
+            freq /= factor
+        elif length > context / high:
+            smooth = (context / length - low) / (high - low)
+            freq = (1 - smooth) * freq / factor + smooth * freq
+        assert abs(angles[2, i] / 2 - freq) < 1e-7
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"model_type": "gemma"}, "model_type=gemma"), ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type yarn"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary"),
+    ({"model_type": "mistral", "sliding_window": 20}, "sliding_window=20"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"hidden_size": None}, "family"),
+    ({"num_attention_heads": "x"}, "family"), ({"vocab_size": 98}, "not (98, 48)"),
+    ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+    ({"num_hidden_layers": 1}, "no place"), ("{", "family"), (None, "no config.json")])
+def test_a_checkpoint_that_cannot_be_represented_is_refused_by_name(tmp_path, change, says):
+    exported(build_model({**SHAPE, "tie_weights": False}), tmp_path)
+    file = tmp_path / "config.json"
+    if isinstance(change, dict):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    elif change:
+        file.write_text(change)
+    else:
+        file.unlink()
+    with pytest.raises((ValueError, OSError), match=re.escape(says)) as e:
+        start_from(tmp_path)
+    assert "\n" not in str(e.value) and "model.init_from=" in str(e.value)
+
+
+def test_flags_against_a_pretrained_shape(tmp_path):
+    flags = [f"--init-from={exported(build_model(SHAPE), tmp_path)}", "--block-size=100"]
+    shape = model_module.pretrained_config(load_config(flags)["model"])
+    config = load_config([*flags, "--dropout=0.1"], pretrained=shape)
+    assert config["model"]["d_ff"] == 80 and config["model"]["block_size"] == 100
+    for flag in ("--d-model=64", "--block-size=400"):
+        with pytest.raises(ValueError, match="model.init_from has"):
+            load_config([*flags, flag], pretrained=shape)
+    with pytest.raises(ValueError, match="model.name=other"):
+        load_config([*flags, "--model.name=other"])
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(ValueError, match="model.safetensors"):
+        start_from(tmp_path)
+    with pytest.raises(ValueError, match="Linear"):
+        model_module.exported_files(nn.Linear(1, 1), {})
+
+
+@pytest.mark.parametrize("family, more", [
+    ("Llama", {}), ("Llama", dict(tie_word_embeddings=True)), ("Llama", dict(head_dim=16)),
+    ("Llama", dict(attention_bias=True, mlp_bias=True)), ("Llama", dict(rope_theta=5e5)),
+    ("Llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
+                                     high_freq_factor=4.0, original_max_position_embeddings=32))),
+    ("Llama", dict(rope_scaling=dict(rope_type="linear", factor=4.0))),
+    ("Qwen2", {}), ("Mistral", dict(sliding_window=None))])
+def test_transformers_models_come_in_and_go_out(tmp_path, family, more):
+    transformers = pytest.importorskip("transformers", reason="an optional check")
+    torch.manual_seed(0)
+    theirs = getattr(transformers, family + "ForCausalLM")(getattr(transformers, family + "Config")(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, **more)).eval()
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=0.2)
+    theirs.save_pretrained(tmp_path / "in", max_shard_size="40KB")
+    ours = start_from(tmp_path / "in")
+    back = transformers.AutoModelForCausalLM.from_pretrained(exported(ours, tmp_path / "out"))
+    ids = torch.randint(0, 97, (2, 128))
+    with torch.no_grad():
+        for other in (theirs, back):
+            assert (ours(ids)["logits"] - other(ids).logits).abs().max() < 1e-4
+
+
+def test_bytes_have_a_tokenizer_that_transformers_reads(tmp_path):
+    config = load_config(["--config=smoke"])
+    files, eos = trainer_module.tokenizer_files(config)
+    assert eos is None
+    vocab = json.loads(files["tokenizer.json"])["model"]["vocab"]
+    assert sorted(vocab.values()) == list(range(256)) and vocab["A"] == 65 and vocab["Ġ"] == 32
+    transformers = pytest.importorskip("transformers", reason="an optional check")
+    m = build_model(config["model"])
+    for p in m.parameters():
+        p.data *= 2
+    folder = exported(m, tmp_path, files)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("def f(x):\n\t return  x", "é😀ﬁ ‏עברית\r\n", "a . b ,c ' s n't <s>",
+                 "".join(map(chr, range(300)))):
+        assert tokenizer(text)["input_ids"] == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config["sample"]["temperature"] = 0.0
+    want = theirs.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=50,
+                           do_sample=False)[0].tolist()
+    assert trainer_module.generate(m, list(b"def "), config, 50) == want
+
+# ---- sampling
+
+
+@pytest.mark.parametrize("more", [{}, dict(n_kv_head=1, attention_bias="qkvo")])
+def test_the_cache_changes_nothing(tmp_path, more):
+    m = scrambled({**SHAPE, **more, "block_size": 60})
+    ids, cache = torch.randint(0, 97, (2, 60)), {}
+    with torch.no_grad():
+        parts = [m(part, cache=cache)["logits"] for part in ids.split([7, 1, 20, 1, 31], 1)]
+        assert (torch.cat(parts, 1) - m(ids)["logits"]).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="61 tokens"):
+        m(ids[:, :1], cache=cache)
+    config = tiny(tmp_path, "--vocab-size=97", "--block-size=60", "--seed=5")
+    for settings in ({}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}):
+        config["sample"].update(settings)
+        texts = [trainer_module.generate(m, [1, 2, 3], config, 90, cache) for cache in (0, 1)]
+        assert texts[0] == texts[1] and len(texts[0]) == 93, "also past block_size"
+
+
+def test_top_k_and_top_p_and_temperature():
+    logits = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
+
+    def seen(**settings):
+        c, generator = {**config_module.base["sample"], **settings}, torch.Generator()
+        return {trainer_module.pick(logits, c, generator) for _ in range(300)}
+    assert seen(temperature=1.0) == {0, 1, 2, 3} and seen(temperature=0.0) == {1}
+    assert seen(top_k=2) == {1, 2} and seen(top_k=1) == {1} == seen(top_p=0.01)
+    assert seen(temperature=1.0, top_p=0.5) == {1} and seen(temperature=1.0, top_p=0.6) == {1, 2}
+    # of the two that top_k leaves, the first has 2 / 3
+    assert seen(temperature=1.0, top_k=2, top_p=0.66) == {1}
+    draws = [trainer_module.pick(logits, {**config_module.base["sample"], "temperature": 1.0}, g)
+             for g in [torch.Generator().manual_seed(0)] for _ in range(4000)]
+    assert abs(draws.count(1) / 4000 - 0.5) < 0.04
+
+
 def test_registry(tmp_path, monkeypatch):
     @register_model("test_only")
     def factory(config):
@@ -443,6 +631,185 @@ def test_validation_files_are_left_out_of_training_and_hidden_ones_are_not_read(
     (tmp_path / "short.txt").write_text("short")
     with pytest.raises(ValueError, match="data.val_path=.*too short"):
         build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/short.txt"))
+
+
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+          r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+O200K = LLAMA3.replace(r"[\r\n]*|", r"[\r\n/]*|")
+TEXTS = ["The cat's  hat\n\n  sat, didn't it?\r\n\r\nIt'S 12345 67!!\n/path \n\n\n\tx = [1,\n"
+         " [2]]  \n",
+         "na\u00efve caf\u00e9 \u4f60\u597d\uff0c\u4e16\u754c \U0001f600\U0001f469\u200d\U0001f680 "
+         "e\u0301\u3000z\x85q \u00a0w\rr\n",
+         "a b<|endoftext|>\nc <|endoftext|> d \n<|endoftext|>e </s>f</s>\ng </s> h [INST] i\n",
+         " \n \n\n  x\n"]
+
+
+def tokenizer_of(folder, kind="gpt2", vocab_size=400):
+    """A small tokenizer.json, trained here, of the family `kind`."""
+    t = pytest.importorskip("tokenizers")
+    words = [w for text in TEXTS for w in text.split("\n")] + ["the the cat cat  sat sat"] * 9
+    if kind == "llama2":    # as there: no pattern, spaces are letters, the rest in bytes
+        tokenizer = t.Tokenizer(t.models.BPE(byte_fallback=True, unk_token="<unk>"))
+        tokenizer.normalizer = t.normalizers.Replace(" ", "\u2581")
+        special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+        tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first")
+        alphabet = []
+    else:
+        tokenizer = t.Tokenizer(t.models.BPE())
+        byte_level = t.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        pattern = {"gpt2": GPT2, "llama3": LLAMA3, "o200k": O200K}[kind]
+        tokenizer.pre_tokenizer = t.pre_tokenizers.Sequence(
+            [t.pre_tokenizers.Split(t.Regex(pattern), "isolated"), byte_level])
+        tokenizer.decoder = t.decoders.ByteLevel()
+        tokenizer.post_processor = t.processors.ByteLevel(trim_offsets=kind == "gpt2")
+        special, alphabet = ["<|endoftext|>"], t.pre_tokenizers.ByteLevel.alphabet()
+    corpus = words if kind == "llama2" else TEXTS * 3 + words
+    tokenizer.train_from_iterator(corpus, t.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet,
+        show_progress=False))
+    if kind == "llama2":
+        tokenizer.pre_tokenizer = None
+        tokenizer.normalizer = t.normalizers.Sequence(
+            [t.normalizers.Prepend("\u2581"), t.normalizers.Replace(" ", "\u2581")])
+        tokenizer.decoder = t.decoders.Sequence([
+            t.decoders.Replace("\u2581", " "), t.decoders.ByteFallback(), t.decoders.Fuse(),
+            t.decoders.Strip(" ", 1, 0)])
+    tokenizer.enable_truncation(7)      # as some files have it
+    tokenizer.enable_padding()
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "o200k", "llama2"])
+def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(trainer_module, "PIECES", 3)
+    tokenizer, size, separator, _ = trainer_module.load_tokenizer(
+        str(tokenizer_of(tmp_path / "t", kind)))
+    rng, file = random.Random(1), tmp_path / "text.txt"
+    pool = [w for text in TEXTS for w in re.findall(r"\S+|\s+", text)]
+    pool += ["\n", "\n\n", " ", "word", "\r\n"] * 8
+    # one word and one space in so many characters, so that each piece has a place to be cut
+    texts = TEXTS + ["".join(rng.choice(pool) + ("n o" if i % 5 == 0 else "")
+                             for i in range(1500)) for _ in range(6)]
+    count = 0
+    for text in texts:
+        file.write_bytes(text.encode())
+        whole = tokenizer.encode(text, add_special_tokens=False).ids
+        for piece in (64, 100, 1000):
+            monkeypatch.setattr(trainer_module, "PIECE", piece)
+            found = sum((ids for ids, _ in trainer_module.tokenize(
+                [str(file)], tokenizer, separator)), [])
+            assert found == whole + [separator] * (whole[-1] != separator), (piece, text)
+            count += len(list(trainer_module.pieces(str(file))))
+    assert count > 500 and max(whole) < size
+    # no good place for a cut: other tokens, but of the same text
+    for text in ("\u4f60\u597d" * 300, "\n" * 300 + " " * 300, "a\tb" * 200):
+        file.write_text(text)
+        monkeypatch.setattr(trainer_module, "PIECE", 50)
+        found = sum((ids for ids, _ in trainer_module.tokenize([str(file)], tokenizer, None)), [])
+        assert tokenizer.decode(found, skip_special_tokens=False) == text
+
+
+def test_a_token_file_is_made_once_for_each_source(tmp_path, capsys):
+    tokenizer_json = tokenizer_of(tmp_path / "t")
+    docs, made = tmp_path / "docs", tmp_path / "tokens"
+    docs.mkdir()
+    for i, text in enumerate(TEXTS):
+        (docs / f"{i}.txt").write_bytes(text.encode() * 9)
+    (docs / "4.txt").write_text("")
+    (docs / "5.txt").write_text("the end<|endoftext|>")     # it has its separator already
+    made.mkdir()
+    (made / "0123456789abcdef.npy.tmp").write_text("of a process that was killed")
+
+    def build(*flags):
+        config = tiny(tmp_path, f"--data.path={docs}", f"--data.tokenizer={tmp_path}/t", *flags)
+        train, _ = build_data(config)
+        return config, train, capsys.readouterr().out
+    config, train, out = build()
+    loaded = trainer_module.load_tokenizer(str(tokenizer_json))
+    assert config["model"]["vocab_size"] == train.vocab_size == loaded[1] > 256
+    (file,) = made.glob("*.npy")
+    assert [p.name for p in made.iterdir() if p != file] == [".lock"]
+    ids, size = np.load(file), sum(p.stat().st_size for p in docs.iterdir())
+    assert ids.dtype == np.uint16 and f"{len(ids):,} tokens of {size:,} bytes" in out
+    assert loaded[0].decode(ids.tolist(), skip_special_tokens=False) == "<|endoftext|>".join(
+        p.read_bytes().decode() for p in sorted(docs.iterdir()) if p.stat().st_size)
+    assert train.bytes_per_token == size / len(ids)
+    before = file.stat().st_mtime_ns
+    config, _, out = build("--vocab-size=512")
+    assert "from before" in out and file.stat().st_mtime_ns == before
+    assert config["model"]["vocab_size"] == 512     # padding is allowed
+    (docs / "0.txt").write_text("something else entirely\n" * 20)
+    assert "from before" not in build()[2] and len(list(made.glob("*.npy"))) == 2
+    # what is tokens already stays as it is; then bytes per token are not known
+    np.save(docs / "ready.npy", np.full(50, 7))
+    _, train, _ = build()
+    assert train.source.read(len(train.source) - 50, 50).tolist() == [7] * 50
+    assert train.bytes_per_token is None
+    train, _ = build_data(tiny(tmp_path, f"--data.path={docs}", f"--data.tokenizer={tmp_path}/t",
+                               f"--val-path={docs}/0.txt"))
+    assert str(docs / "0.txt") not in train.source.sources
+    (tmp_path / "t/tokenizer_config.json").write_text('{"eos_token": {"content": "the"}}')
+    assert trainer_module.load_tokenizer(f"{tmp_path}/t")[2] == loaded[0].token_to_id("the")
+
+
+def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
+    t = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "one": 70000, "two": 3}
+    tokenizer = t.Tokenizer(t.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = t.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    (tmp_path / "a.txt").write_text("one two\n" * 500)
+    config = tiny(tmp_path, f"--data.path={tmp_path}/a.txt",
+                  f"--data.tokenizer={tmp_path}/words.json")
+    train, _ = build_data(config)
+    (file,) = (tmp_path / "tokens").glob("*.npy")
+    assert np.load(file).tolist() == [70000, 3] * 500 and np.load(file).dtype == np.uint32
+    assert config["model"]["vocab_size"] == 70001 and train[0]["input_ids"].max() == 70000
+    assert trainer_module.decode(config, trainer_module.encode(config, "one two")) == "one two"
+
+
+def test_a_run_with_a_tokenizer_and_its_refusals(tmp_path):
+    tokenizer_of(tmp_path / "t")
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("the cat sat, didn't it?\n" * 4000)
+    flags = ["--config=smoke", "--data.tokenizer=t", "--data.path=text.txt", "--device=cpu",
+             "--eval-every=4", "--num-workers=1"]
+    done = run_script([*flags, "--max-steps=8", "--sample=the cat"], tmp_path)
+    assert done.returncode == 0 and not done.stderr and " per byte" in done.stdout, done.stderr
+    assert "\nthe cat" in done.stdout
+    line = lines_of(tmp_path / "runs/smoke", "eval")[-1]
+    assert 0 < line["val_loss_per_byte"] < line["val_loss"] / 2
+    done = run_script([*flags, "--max-steps=12", "--resume"], tmp_path)
+    assert done.returncode == 0 and not done.stderr and "from before" in done.stdout, done.stderr
+    assert lines_of(tmp_path / "runs/smoke", "step")[-1]["step"] == 12
+    import master   # here: only here it is no process
+    loop = master.prepare(["--config=smoke", f"--data.path={tmp_path}/text.txt", "--eval-every=0",
+                           f"--data.tokenizer={tmp_path}/t", f"--hub={tmp_path}/hub"])
+    size = trainer_module.load_tokenizer(str(tmp_path / "t"))[1]
+    published = load_config([], loop.state["config"])
+    assert published["model"]["vocab_size"] == size > 256
+    assert published["data"]["tokenizer"] == f"{tmp_path}/t"
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/tokenizers.py").write_text("raise ImportError")
+    for flag, says, env in [("nowhere.json", "no tokenizer.json there", {}),
+                            ("docs/none", "is no file here, and the Hub", {"HF_HUB_OFFLINE": "1"}),
+                            ("bad.json", "data.tokenizer=bad.json cannot be used", {}),
+                            ("t", "pip install tokenizers", {"PYTHONPATH": "hidden"})]:
+        done = run_script(["--config=smoke", "--name=r", "--data.path=text.txt",
+                           f"--data.tokenizer={flag}"], tmp_path, env={**os.environ, **env})
+        assert (done.returncode == 2 and says in done.stderr
+                and done.stderr.count("\n") == 1), done.stderr
+
+    def limit():  # a write past the limit fails as on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    done = run_script([*flags, "--output-dir=full"], tmp_path, preexec_fn=limit)
+    assert (done.returncode == 2 and "cannot write full/tokens" in done.stderr
+            and done.stderr.count("\n") == 1), done.stderr
+    assert [p.name for p in (tmp_path / "full/tokens").iterdir()] == [".lock"]
 
 # ---- trainer.py: precision, optimizer, learning rate
 
@@ -780,6 +1147,294 @@ def test_half_precision_model_and_negative_labels():
     assert (m(ids, labels=labels)["loss"] == m(ids, labels=other)["loss"]
             != m(ids, labels=ids)["loss"])
 
+# ---- trainer.py: watching
+
+
+def decay(steps, end=2.0, every=1):
+    """Curves of a run that starts at a loss of 12."""
+    train = [(s, end + 10 * math.exp(-s / 9) + 0.1 * math.sin(s))
+             for s in range(1, steps + 1, every)]
+    return {"train": train, "val": train[9::10], "lr": [(s, 1e-3 / s) for s, _ in train]}
+
+
+def read_svg(text):
+    """(root, elements of a tag with their attributes, scales): scales turn a place into the numbers
+    by the texts at the ticks, those of the loss, of the steps."""
+    root = ElementTree.fromstring(text)
+    def all_of(tag, **attributes):
+        return [e for e in root.iter("{http://www.w3.org/2000/svg}" + tag)
+                if all(e.get(k.replace("_", "-")) == v for k, v in attributes.items())]
+    def scale(ticks):
+        (a, low), *_, (b, high) = ticks
+        return lambda place: low + (place - a) / (b - a) * (high - low)
+    panel = all_of("rect", fill="none")[0]
+    bottom = float(panel.get("y")) + float(panel.get("height"))
+    number = lambda e: float(e.text.replace("k", "e3"))     # noqa: E731
+    loss = scale([(float(e.get("y")) - 4, number(e)) for e in all_of("text", text_anchor="end")
+                  if float(e.get("y")) - 4 <= bottom])
+    step = scale([(float(e.get("x")), number(e)) for e in all_of("text", text_anchor="middle")
+                  if not e.get("transform") and e.text[0].isdigit()])
+    return root, all_of, loss, step
+
+
+@pytest.mark.parametrize("steps, every", [(60, 1), (30_000, 10)])
+def test_points_land_where_the_ticks_say(steps, every):
+    run = decay(steps, every=every)
+    root, all_of, loss, step = read_svg(draw({"a": run}, "A title"))
+    line, = all_of("polyline", stroke_width="2.5")
+    x, y = map(float, line.get("points").split()[-1].split(","))
+    at, value = run["val"][-1]
+    assert step(x) == pytest.approx(at, rel=1e-3) and loss(y) == pytest.approx(value, abs=0.02)
+    assert all_of("text", font_weight="bold")[-1].text == f"{value:.4f}"
+    assert loss(float(all_of("rect", fill="none")[0].get("y"))) < 12.5
+    assert "A title" in [e.text for e in all_of("text")]
+
+
+def test_a_picture_shows_the_run_and_not_its_first_steps_or_its_end_as_a_wreck():
+    good, bad = decay(400), decay(300)
+    good["train"][0], bad["train"][250:] = (1, 1e6), [(s, 1e30) for s in range(251, 300)]
+    for runs in ({"good": good}, {"good": good, "bad": bad}):
+        _, all_of, loss, _ = read_svg(draw(runs))
+        frame = all_of("rect", fill="none")[0]
+        low, high = loss(float(frame.get("y")) + float(frame.get("height"))), loss(
+            float(frame.get("y")))
+        assert 1 < low < 2 and 2.5 < high < 13, (low, high)
+
+
+@pytest.mark.parametrize("runs", [
+    {}, {"empty": {}}, {"one": {"train": [(5, 3.2)], "val": [(5, 3.2)], "lr": [(5, 1e-4)]}},
+    {"val only": {"val": [(50, 3.0), (100, 2.0)]}}, {"flat": {"train": [(1, 2.0), (2, 2.0)]}},
+    {"holes": {"train": [(1, None), (2, math.nan), (3, math.inf), (4, 3.0), (None, 1.0)],
+               "lr": [(4, 0.0)], "val": None}},
+    {"wild": {"train": [(i, (-1e9) ** (i % 5)) for i in range(1000)]}},
+    {"<b>&\"'\x00\x1b " + "long" * 50: decay(30)},
+    {f"run {i}": decay(30 * (i % 3 + 1), 2 + i / 1000) for i in range(16)},
+    {"long": decay(100_000)},
+], ids=lambda runs: next(iter(runs), "nothing")[:5])
+def test_every_picture_is_sound(runs):
+    text = draw(runs)
+    root = ElementTree.fromstring(text)
+    assert len(text) < 120_000 * max(1, len(runs)) and "nan" not in text and "inf" not in text
+    width, height = float(root.get("width")), float(root.get("height"))
+    assert root.get("viewBox") == f"0 0 {width:.0f} {height:.0f}"
+    assert not {e.tag.split("}")[1] for e in root.iter()} - {
+        "svg", "rect", "line", "polyline", "circle", "text", "clipPath"}
+    texts = [e for e in root.iter() if e.tag.endswith("text")]
+    boxes = []
+    for e in texts:     # 7 pixels a letter is the width of wide fonts
+        if not e.get("transform"):
+            x, y, room = float(e.get("x")), float(e.get("y")), 7 * len(e.text)
+            x -= {"end": room, "middle": room / 2}.get(e.get("text-anchor"), 0)
+            assert 0 <= x and x + room <= width and 8 <= y <= height, e.text
+            if e.get("font-weight") != "bold":      # those lie on the grid
+                boxes.append((x, y, room))
+    for i, (x, y, room) in enumerate(boxes):
+        for x2, y2, room2 in boxes[:i]:
+            assert abs(y - y2) >= 11 or x + room <= x2 or x2 + room2 <= x, "texts overlap"
+    labels = [(float(e.get("x")), float(e.get("y"))) for e in texts if e.get("fill")]
+    for i, (x, y) in enumerate(labels):
+        assert all(abs(x - x2) > 50 or abs(y - y2) > 11 for x2, y2 in labels[:i])
+    for name in runs:
+        shown = "".join(c for c in name if c.isprintable())[:39]
+        assert any(e.text.startswith(shown) for e in texts)
+
+
+def test_a_spike_is_never_thinned_away():
+    run = {"train": [(i, 9.0 if i == 54_321 else 3.0 + i % 2) for i in range(100_000)]}
+    _, all_of, loss, step = read_svg(draw({"a": run}))
+    faint, = all_of("polyline", opacity="0.15")
+    x, y = min((tuple(map(float, p.split(","))) for p in faint.get("points").split()),
+               key=lambda p: p[1])
+    assert loss(y) == pytest.approx(9, abs=0.1) and step(x) == pytest.approx(54_321, rel=1e-2)
+
+
+def test_plot_reads_runs_and_nodes_and_touches_nothing(tmp_path):
+    line = '{"event": "%s", "step": %d, "%s": %s, "lr": 1e-3}\n'
+    step, val = line % ("step", 1, "loss", 3), line % ("eval", 2, "val_loss", 2.5)
+    for name, text in {"a": step + val + '{"event": "st', "b": "\xff[1]\n{}\nnull\n" + val,
+                       "swarm/n1": step, "swarm/n2": step.replace("3", "null") + step,
+                       "new": ""}.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_bytes(text.encode("latin-1"))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    def drawn(*flags):
+        path = plot(tiny(tmp_path, *flags))
+        text = path.read_text(encoding="utf-8")
+        path.unlink()
+        assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        names = [e.text for e in ElementTree.fromstring(text).iter() if e.tag.endswith("text")]
+        return path.relative_to(tmp_path).as_posix(), [
+            n for n in names if n in ("a", "b", "swarm/n1", "swarm/n2", "new")]
+    assert drawn("--name=a") == ("a/loss.svg", ["a"])
+    assert drawn("--name=a, b") == ("loss.svg", ["a", "b"])
+    assert drawn("--name=swarm") == ("swarm/loss.svg", ["swarm/n1", "swarm/n2"])
+    assert drawn("--name=swarm", "--node-id=n2") == ("swarm/n2/loss.svg", ["swarm/n2"])
+    assert drawn("--name=a,swarm") == ("loss.svg", ["a", "swarm/n1", "swarm/n2"])
+    for flags in (["--name=c"], ["--name=a,c"], ["--name=a", "--node-id=n1"]):
+        with pytest.raises(FileNotFoundError, match="there are: a, b, new, swarm/n1, swarm/n2$"):
+            plot(tiny(tmp_path, *flags))
+    with pytest.raises(ValueError, match="no loss to draw yet"):
+        plot(tiny(tmp_path, "--name=new"))
+
+
+def test_tensorboard_gets_each_number_once(tmp_path, monkeypatch):
+    class SummaryWriter:
+        made = []
+
+        def __init__(self, folder, purge_step, flush_secs):
+            self.folder, self.purge_step, self.scalars, self.open = folder, purge_step, [], True
+            self.made.append(self)
+
+        def add_scalar(self, name, value, step):
+            assert self.open
+            self.scalars.append((name, step, value))
+
+        def close(self):
+            self.open = False
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        make_trainer(tiny(tmp_path, "--tensorboard"))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
+                        types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    seen = []
+    for flags in (["--max-steps=2"], ["--max-steps=3", "--resume"]):
+        t = make_trainer(tiny(tmp_path, "--tensorboard", *flags),
+                         hooks=(lambda *e: seen.append(e),))
+        t.train()
+    first, second = SummaryWriter.made
+    assert first.folder == t.folder / "tensorboard" and not first.open and not second.open
+    assert (first.purge_step, second.purge_step) == (1, 3) and seen
+    assert [s[:2] for s in second.scalars] == [
+        ("train/loss", 3), ("train/lr", 3), ("train/grad_norm", 3), ("train/tokens_per_s", 3),
+        ("val/loss", 3)]
+    assert [v for n, _, v in first.scalars + second.scalars if n == "train/loss"] == [
+        line["loss"] for line in lines_of(t.folder, "step")]
+    second.open = True
+    t.tensorboard("eval", {"step": 4, "val_loss": None, "val_loss_per_byte": 1.5})
+    assert second.scalars[5:] == [("val/loss_per_byte", 4, 1.5)]
+
+
+def on_screen(text):
+    """The lines a terminal ends up with."""
+    lines = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        cells = []
+        for part in line.split("\r"):
+            cells[:len(part)] = part
+        lines.append("".join(cells).rstrip())
+    return lines
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def test_whatever_is_printed_goes_above_the_bar(tmp_path, monkeypatch):
+    class Talks:
+        def start(self, trainer):
+            print("waiting  for a global model")
+
+        def lr_scale(self, step):
+            return 1.0
+
+        def after_step(self, trainer):
+            print("hub_error", "two", "writes", flush=True)
+            print("a warning", file=sys.stderr)
+            print("notice   half a line", end="")
+            print(" and its end")
+            trainer.emit("push", f"{trainer.progress()} | 1 steps", step=trainer.step)
+            if trainer.step == 2:
+                trainer.step += 3       # a swarm that has moved on
+            if trainer.step == 7:
+                raise KeyError("a bug")
+
+        def finish(self, trainer):
+            print("finish")
+
+        def state_dict(self):
+            return {}
+    monkeypatch.delenv("TERM", raising=False)
+    for steps, flags in ((6, []), (9, ["--name=bug"])):
+        terminal = Terminal()
+        errors = Terminal()
+        errors.write = terminal.write       # two streams, one screen
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", errors)
+        t = make_trainer(tiny(tmp_path, f"--max-steps={steps}", "--eval-every=2", *flags),
+                         coordinator=Talks())
+        with pytest.raises(KeyError) if flags else contextlib.nullcontext():
+            t.train()
+        assert sys.stdout is terminal and sys.stderr is errors      # given back
+        lines = on_screen(terminal.getvalue())
+        assert {line.split()[0] for line in lines if line} <= {
+            "device", "model", "folder", "waiting", "hub_error", "a", "notice", "push", "eval",
+            "checkpoint", "step", "finish"}, lines
+        updates = 3 if not flags else 4
+        assert lines.count("notice   half a line and its end") == updates
+        assert lines.count("hub_error two writes") == lines.count("a warning") == updates
+        bars = [line for line in lines if line.startswith("step")]
+        assert len(bars) == 1 and f" 6/{steps} |" in bars[0], bars
+        assert re.search(r"\| loss \d\.\d{4} \| [\d,]+ tok/s \| eta \d+s$", bars[0])
+        assert lines[-1] == ""              # the last line is a whole one, after an error too
+    assert len(lines_of(t.folder, "step")) == 3     # 1, 2 that became 5, 6
+    for without in ("tqdm", "TERM"):
+        with monkeypatch.context() as m:
+            if without == "tqdm":
+                m.setitem(sys.modules, "tqdm", None)
+            else:
+                m.setenv("TERM", "dumb")
+            m.setattr(sys, "stdout", plain := Terminal())
+            make_trainer(tiny(tmp_path, "--max-steps=2", f"--name={without}")).train()
+        assert plain.getvalue().count("\nstep ") == 2 and "\r" not in plain.getvalue()
+
+
+def in_terminal(args, cwd, press=None):
+    """(lines on the screen, exit status) of train.py in a terminal of 90 columns; Ctrl-C is pressed
+    when the text `press` has appeared."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
+    p = subprocess.Popen([sys.executable, HERE / "train.py", *args], cwd=cwd, stdin=theirs,
+                         stdout=theirs, stderr=theirs, start_new_session=True,
+                         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+                         env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):      # EIO: the other side is closed
+        while part := os.read(ours, 65536):
+            text += part
+            if press and press in text.decode(errors="ignore"):
+                os.write(ours, b"\x03")
+                press = None
+    os.close(ours)
+    return on_screen(text.decode().replace("^C", "")), p.wait(timeout=60)
+
+
+def test_a_bar_in_a_terminal_and_plain_lines_in_a_pipe(tmp_path):
+    args = ["--config=smoke", "--name=t", "--data.path=synthetic", "--checkpoint.every-steps=5"]
+    piped = run_script([*args, "--max-steps=10", "--eval-every=5"], tmp_path)
+    assert [line.split()[0] for line in piped.stdout.splitlines()] == [
+        "device", "model", "folder", "eval", "checkpoint", "step", "eval", "checkpoint"]
+    assert "\r" not in piped.stdout and not piped.stderr
+    lines, status = in_terminal([*args, "--max-steps=100000", "--resume", "--eval-every=50"],
+                                tmp_path, "step     4")
+    lines = [line for line in lines if line and not line.startswith("notice")]
+    events = [line.split()[0] for line in lines]
+    assert status == 0 and events[:4] == ["resume", "device", "model", "folder"], lines
+    assert events[-3:] == ["step", "checkpoint", "stop"] and events.count("step") == 1, lines
+    assert set(events[4:-3]) == {"checkpoint"}
+    assert all(len(line) <= 90 for line in lines if line.startswith(("step", "eval")))
+    n = int(lines[-1].split()[-1])
+    assert lines[-3].startswith(f"step     {n}/100000 |") and "eta" in lines[-3]
+    assert [line["step"] for line in lines_of(tmp_path / "runs/t", "step")] == list(
+        range(10, n + 1, 10))
+
+
 # ---- train.py, as processes
 
 KILL = ["--config=smoke", "--data.path=stdlib", "--dropout=0.1", "--micro-batch-size=4",
@@ -876,7 +1531,7 @@ def bad(tmp_path_factory):
     (["--device=cuda:7"], "run.device=cuda:7"), (["--output-dir=file"], "cannot write"),
     (["--name=used"], "already holds a run"), (["--name=new", "--resume"], "no usable checkpoint"),
     (["--name=used", "--resume", "--n-layer=3"], "of another model"), (["--lrate=1"], "nearest"),
-    (["--lr=1e30", "--grad-clip=0"], "not finite"),
+    (["--lr=1e30", "--grad-clip=0"], "not finite"), (["--name=none", "--plot"], "there are: "),
 ])
 def test_refusals_are_one_line_and_exit_2(bad, flags, says):
     before = {p: p.read_bytes() for p in (bad / "runs/used").iterdir()}
@@ -903,6 +1558,31 @@ def test_full_disk_loses_nothing(tmp_path):
     assert (sorted(p.name for p in (tmp_path / "runs/full").iterdir())
             == [".lock", "best.pt", "latest.json", "metrics.jsonl", "step_000000000004.pt"])
     assert run_script([*args, "--resume"], tmp_path).returncode == 0
+
+
+def test_a_run_is_sampled_and_exported_without_training(tmp_path):
+    args = ["--config=smoke", "--max-steps=6", "--sample=def ", "--eval-every=3", "--tokens=120"]
+    done = run_script(args, tmp_path)
+    assert done.returncode == 0 and done.stdout.count("sample   ---") == 2, done.stderr
+    assert done.stdout.index("sample ") < done.stdout.index("step     6/6"), "at each evaluation"
+    run = tmp_path / "runs/smoke"
+    before = (run / "step_000000000006.pt").read_bytes()
+    again = run_script(["--config=smoke", "--max-steps=99", "--resume", "--sample=x = ",
+                        "--export=out"], tmp_path)
+    assert again.returncode == 0 and "\nstep " not in again.stdout, again.stderr
+    assert "at step 6: no training" in again.stdout
+    assert re.search(r"sample   -+\nx = ", again.stdout)
+    assert before == (run / "step_000000000006.pt").read_bytes()
+    assert (sorted(p.name for p in (tmp_path / "out").iterdir())
+            == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+    model = torch.load(run / "step_000000000006.pt", weights_only=True)["model"]
+    assert all(torch.equal(model[k], v)
+               for k, v in load_file(tmp_path / "out/model.safetensors").items())
+    more = run_script(["--config=smoke", "--name=more", "--max-steps=2", "--init-from=out"],
+                      tmp_path)
+    assert more.returncode == 0, more.stderr
+    wrong = run_script(["--config=smoke", "--name=w", "--init-from=runs"], tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1, wrong.stderr
 
 
 def test_the_commands_and_the_code_of_the_readme(tmp_path):
@@ -1031,6 +1711,8 @@ class Answer(BaseHTTPRequestHandler):
                 if status == 200:
                     hub.push(name, {})
                 return self.send(status, {"url": f"{hub.url}/{name}", "id": name})
+            if path == "/api/validate-yaml":
+                return self.send(200, {})
             if match := re.fullmatch(r"/lfs/(\w+)", path):
                 assert hashlib.sha256(body).hexdigest() == match[1]
                 hub.objects[match[1]] = body
@@ -1048,7 +1730,7 @@ class Answer(BaseHTTPRequestHandler):
                 info = self.info(match[3], files[match[3]])
                 return self.send(200, hub.objects[files[match[3]]], X_Repo_Commit=sha,
                                  ETag=f'"{files[match[3]] if "lfs" in info else info["oid"]}"')
-            match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.+))?)?", path)
+            match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.*))?)?", path)
             if not match:
                 return self.error(404)
             repo, verb, revision, rest = match.groups()
@@ -1058,7 +1740,7 @@ class Answer(BaseHTTPRequestHandler):
                                        "tags": []})
             if verb == "tree":
                 under = [self.info(p, o) for p, o in sorted(files.items())
-                         if p.startswith((rest or "") + "/")]
+                         if p.startswith(f"{rest}/" if rest else "")]
                 if not under:
                     return self.error(404, "EntryNotFound")
                 first = int(query.get("cursor", ["0"])[0])
@@ -1102,7 +1784,7 @@ class Answer(BaseHTTPRequestHandler):
             return self.error(404, e.args[0])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def hub(tmp_path_factory):
     """One loopback Hub, and the environment in which the client talks to it."""
     server = LoopbackHub()
@@ -1416,6 +2098,77 @@ def test_two_masters_one_stops(folder):
     a.train()
     a.send()
     assert make_master(folder).sync_once() == 2, "a master started again takes over at once"
+
+
+@pytest.mark.parametrize("kind", ["hub", "folder"])
+def test_the_repository_is_a_model_with_a_page(request, kind):
+    """model.safetensors is the global model and costs no second upload; what the owner writes on
+    the page stays, also when he writes while a round is published."""
+    transport = request.getfixturevalue("remote" if kind == "hub" else "folder")
+    server = request.getfixturevalue("hub") if kind == "hub" else None
+    settings = {**SWARM, "hub": "me/swarm", "license": "mit", "codec": "int4"}
+    torch.manual_seed(0)
+    model = build_model({**SHAPE, "d_model": 64, "n_layer": 4})
+    tensors = {k: v.detach() for k, v in diloco.swarm_tensors(model).items()}
+    config = {"run": {"max_steps": 10}, "model": {"name": "gpt"}, "data": {"path": "stdlib"}}
+    before = server.bytes["in"] if server else 0
+    master = diloco.MasterOuterLoop(transport, settings, tensors, {"config": config}, files={
+        "config.json": b"{}"}, draw=lambda curves: f"<svg>{curves}</svg>", log=lambda line: None)
+    size = sum(v.nbytes for v in tensors.values())
+    if server:      # weights, momentum, an empty residual: base64 and headers are small change
+        assert server.bytes["in"] - before < 2.2 * size
+
+    def text(path=diloco.PAGE):
+        return transport.read(path)[1].decode()
+
+    def send(step):
+        node_dir, codec = f"nodes/a/delta_{step}.safetensors", settings["codec"]
+        header = {"run_id": master.state["run_id"], "node_id": "a", "incarnation": "1",
+                  "local_step": step, "base_outer_step": 0, "steps": 1, "tokens": 1000, "loss": 2.5,
+                  "codec": codec}
+        file = master.folder / "sent"
+        diloco.save(diloco.encode({k: torch.full_like(v, 0.01) for k, v in tensors.items()}, codec),
+                    file, {k: str(v) for k, v in header.items()})
+        transport.commit({node_dir: file})
+        master.page_at = -math.inf
+        master.sync_once()
+        for name in (diloco.WEIGHTS, diloco.MODEL):
+            transport.fetch(name, transport.head()[0], master.folder / "there")
+            there = load_file(master.folder / "there")
+            assert all(torch.equal(there[k], v) for k, v in master.weights.items())
+    assert text("config.json") == "{}" and "license: mit" in text() and "--hub=me/swarm" in text()
+    send(1)
+    assert "Outer step 1, step 1 of 10" in text() and "| a | 1 | 1,000 | 20" in text()
+    assert "(1, 2.5)" in text(diloco.CURVE)
+    mine = text().replace("# swarm", "# My swarm\nHello.") + "Written below.\n"
+    transport.commit({diloco.PAGE: mine.encode()})
+    send(2)
+    assert "Outer step 2" in text()
+    assert text().split(diloco.BEGIN)[0] == mine.split(diloco.BEGIN)[0]
+    assert text().split(diloco.END)[1] == mine.split(diloco.END)[1]
+    page = master.page
+
+    def meanwhile(*args):       # the owner writes between reading and publishing
+        made = page(*args)
+        if "Again" not in text():
+            transport.commit({diloco.PAGE: text().replace("Hello.", "Again.").encode()})
+        return made
+    master.page = meanwhile
+    send(3)
+    assert "Again." in text() and "Outer step 3" in text()
+    master.page = page
+    transport.commit({diloco.PAGE: b"All my own."})
+    send(4)
+    assert text().startswith("All my own.\n\n" + diloco.BEGIN)
+    master.page_at = time.monotonic()
+    assert master.page(master.state, b"") == {}
+    assert master.page({**master.state, "finished": True}, b""), "the last one is always made"
+    nodes = {"a": {**master.state["nodes"]["a"], "final": True}}
+    assert master.page({**master.state, "nodes": nodes}, b"")
+    if server:      # metadata that the Hub does not take
+        server.fault("POST", "/validate-yaml", 400)
+        send(5)
+        assert master.draw is None and "Outer step 4" in text()
 
 
 def test_two_workers_with_one_node_id(folder):

@@ -3,6 +3,9 @@ Train on this machine: CUDA, MPS or CPU.
 
     python train.py                          # the config `small`: minutes on a laptop, no download
     python train.py --config=small --resume  # go on where it stopped
+    python train.py --config=small --resume --sample="def "     # continue a text
+    python train.py --config=small --resume --export=DIR        # a folder that transformers reads
+    python train.py --name=a,b --plot        # loss.svg of one run, or of several
     python train.py --help                   # every setting
 """
 import sys
@@ -10,41 +13,41 @@ import sys
 import torch
 
 from config import load_config
-from model import build_model
-from trainer import Trainer, TrainingError, build_data, generate
-
-
-def print_sample(model, config):
-    """Continue config.run.sample, as bytes."""
-    prompt, vocab_size = config["run"]["sample"].encode(), config["model"]["vocab_size"]
-    try:
-        if max(prompt) >= vocab_size:
-            raise ValueError("the prompt is outside the vocabulary")
-        ids = generate(model, list(prompt), 400, config["model"]["block_size"],
-                       config["run"]["seed"])
-    except Exception as e:  # a model that wants labels, say; the run itself is done and saved
-        print(f"notice   no sample: {type(e).__name__}: {e}")
-        return
-    text = bytes(i for i in ids if i < 256).decode(errors="replace")
-    print(f"sample   {'-' * 60}\n{text}\n{'-' * 69}", flush=True)
+from model import build_model, export, exported_files, pretrained_config
+from trainer import Trainer, TrainingError, build_data, plot, tokenizer_files
 
 
 def main(argv):
     try:
         config = load_config(argv)
-        torch.manual_seed(config["run"]["seed"])  # the weights
+        run, folder = config["run"], config["run"]["export"]
+        if run["plot"]:
+            return print(f"plot     {plot(config)}")
+        if config["model"]["init_from"]:
+            config = load_config(argv, pretrained=pretrained_config(config["model"]))
+        torch.manual_seed(run["seed"])  # the weights
         data = build_data(config)
         model = build_model(config["model"])
+        # what cannot be exported is said before the training
+        files = exported_files(model, *tokenizer_files(config)) if folder else {}
         trainer = Trainer(model, config, *data)
     except (ValueError, OSError, TrainingError) as e:
         # a mistake of the user: one line. Anything else is ours, with its traceback
         return f"error: {e}"
+    asked = any(a.split("=")[0] in ("--sample", "--run.sample") for a in argv) and run["resume"]
     try:
-        trainer.train()
-    except TrainingError as e:
+        if asked or run["resume"] and folder:
+            print(f"notice   at step {trainer.step}: no training; without --sample and --export "
+                  f"--resume goes on", flush=True)
+        else:
+            trainer.train()
+        if asked:
+            trainer.print_sample(whole=True)
+        if folder and not trainer.stop_signal:
+            export(model, folder, files)
+            print(f"export   {folder}", flush=True)
+    except (TrainingError, OSError) as e:
         return f"error: {e}"
-    if config["run"]["sample"] and not trainer.stop_signal:
-        print_sample(model, config)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import glob
 import hashlib
+import html
 import inspect
 import itertools
 import json
@@ -22,6 +23,7 @@ import os
 import random
 import re
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -37,12 +39,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 IGNORE = -100      # a label that does not count
 WARM_STEPS = 3     # first steps of an invocation, left out of the token rate
+PIECE = 1 << 17    # characters of text that are tokenized as one,
+PIECES = 16        # and how many of those at a time, in parallel: 200 MiB
+# keep: where text is cut for that, best first: where no usual tokenizer has one token over the cut,
+# nor, with one more character on each side, another token beside it. Not beside what may be a
+# special token, and not before "/", which some patterns join to a line end.
+CUTS = [re.compile(pattern, re.S) for pattern in (
+    r".*\n(?=[^\s/<[])", r".*[^\s>\]](?= [^\s<[])", r".*\S(?=\S)", r".+")]
+SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+# of Okabe and Ito, which the colour-blind tell apart, but for the yellow
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+WIDTH, LEFT, RIGHT = 800, 70, 734       # pixels of a picture, and of the panels in it
 
 
 class TrainingError(RuntimeError):
     """What stops a run and is not a bug:
     a loss that is no number, a full disk, a token out of range."""
-
 
 
 def one_line(e: Exception) -> str:
@@ -78,6 +90,7 @@ def permute(i: int, n: int, key: int) -> int:
 class Tokens:
     """Token files end to end as one array.
     Nothing is kept in memory or open: a read is a seek and a copy."""
+    sources, bytes_per_token = (), None     # where they are from; None = not known
 
     def __init__(self, files):
         self.files = [f for f in files if f[3]]                 # (path, dtype, byte offset, tokens)
@@ -132,6 +145,7 @@ class Windows(Dataset):
         self.vocab_size, self.block_size = (
             config["model"]["vocab_size"], config["model"]["block_size"])
         self.key = (config["run"]["seed"], config["distributed"]["node_id"])
+        self.bytes_per_token = getattr(source, "bytes_per_token", None)
         self.windows = (self.tokens - 1) // self.block_size
         if self.windows < 1:
             raise ValueError(f"data.{key}={config['data'][key]} is too short: "
@@ -222,33 +236,231 @@ def find_files(path: str, key: str) -> list[str]:
     return found
 
 
-def open_tokens(config: dict, key: str, without=()):
-    """The token array behind data.path or data.val_path (`key`), leaving files out.
-    Raises OSError or ValueError, in one line, for what cannot be used."""
+def tokenizer_paths(name: str) -> list[Path]:
+    """tokenizer.json, and tokenizer_config.json if there is one, of a data.tokenizer.
+    Raises ValueError or OSError, in one line, if it has none."""
+    path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
+    if not path.is_file():
+        if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+            raise FileNotFoundError(f"data.tokenizer={name}: no tokenizer.json there; "
+                                    f"give one, a folder that holds it, or user/name on the Hub")
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+        try:
+            path = Path(hf_hub_download(name, "tokenizer.json"))
+            with contextlib.suppress(EntryNotFoundError):   # it comes to lie beside the other
+                hf_hub_download(name, "tokenizer_config.json")
+        except Exception as e:  # the network has many ways to fail
+            raise OSError(f"data.tokenizer={name} is no file here, and the Hub does not give it: "
+                          f"{one_line(e)[:200]}") from None
+    beside = path.with_name("tokenizer_config.json")
+    return [path, beside] if beside.is_file() else [path]
+
+
+def load_tokenizer(name: str):
+    """(tokenizer, size of its vocabulary, id of the token between documents or None, digest) of a
+    data.tokenizer. Raises ValueError or OSError, in one line, if it cannot be used."""
+    # else it warns when a DataLoader forks, which is harmless: those processes only read
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        from tokenizers import Tokenizer    # only here: bytes need no package
+    except ImportError:
+        raise ValueError(f"data.tokenizer={name} needs a package: pip install tokenizers") from None
+    path, *beside = tokenizer_paths(name)
+    try:
+        content = path.read_bytes()
+        tokenizer = Tokenizer.from_buffer(content)
+        eos = json.loads(beside[0].read_text("utf-8")).get("eos_token") if beside else None
+        size = 1 + max(tokenizer.get_vocab().values())
+    except Exception as e:  # tokenizers has many ways to fail
+        raise ValueError(f"data.tokenizer={name} cannot be used: {one_line(e)[:200]}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    ids = [tokenizer.token_to_id(token) for token in (eos, *SEPARATORS) if isinstance(token, str)]
+    separator = next((i for i in ids if i is not None), None)
+    return tokenizer, size, separator, hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def fit_vocab(config: dict):
+    """Make model.vocab_size hold all of data.tokenizer, if there is one; more is padding.
+    Returns what load_tokenizer does, or None for bytes, and raises the same."""
+    if not config["data"]["tokenizer"]:
+        return None
+    loaded = load_tokenizer(config["data"]["tokenizer"])
+    config["model"]["vocab_size"] = max(config["model"]["vocab_size"], loaded[1])
+    return loaded
+
+
+def encode(config: dict, text: str) -> list[int]:
+    """Token ids of a text: its bytes, or what data.tokenizer makes of it."""
+    if not config["data"]["tokenizer"]:
+        return list(text.encode())
+    return load_tokenizer(config["data"]["tokenizer"])[0].encode(text, add_special_tokens=False).ids
+
+
+def decode(config: dict, ids: list[int]) -> str:
+    """The text of token ids. Ids that only pad the vocabulary have none."""
+    if not config["data"]["tokenizer"]:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    return load_tokenizer(config["data"]["tokenizer"])[0].decode(ids, skip_special_tokens=False)
+
+
+def pieces(path: str):
+    """A text file in pieces (text, start, stop) such that the tokens of each text[start:stop], read
+    within its text, are together those of the whole file. The last one has stop None."""
+    with open(path, encoding="utf-8", errors="replace", newline="") as f:
+        lead, text = "", f.read(PIECE)
+        while more := f.read(PIECE):
+            kind, cut = next((k, m.end()) for k, c in enumerate(CUTS) if (m := c.match(text)))
+            # one character more: space at the end of a text has other tokens than inside
+            tail = text[cut:cut + 1] if kind < 2 else ""
+            yield lead + text[:cut] + tail, len(lead), len(lead) + cut if tail else math.inf
+            text = text[cut:] + more
+            # and one before: some tokenizers put a space at the start of a text
+            lead = "a" if text[0].isspace() else "\n"
+        yield lead + text, len(lead), None
+
+
+def tokenize(files: list[str], tokenizer, separator: int | None):
+    """Yield (token ids, about so many bytes of text), a separator at the end of each file."""
+    work = itertools.chain.from_iterable(map(pieces, files))
+    while batch := list(itertools.islice(work, PIECES)):
+        try:
+            encoded = tokenizer.encode_batch([text for text, _, _ in batch],
+                                             add_special_tokens=False)
+        except Exception as e:  # a character that it has no token for, say
+            raise TrainingError(f"data.tokenizer fails on the text: {one_line(e)}") from None
+        for (text, start, stop), found in zip(batch, encoded):
+            first, last = 0, len(found)
+            while start and first < last and found.token_to_chars(first)[1] <= start:
+                first += 1
+            while stop and first < last and found.token_to_chars(last - 1)[1] > stop:
+                last -= 1
+            ids = found.ids[first:last]
+            if stop is None and separator is not None and ids[-1:] != [separator]:
+                ids.append(separator)
+            yield ids, len(text.encode())
+
+
+def make_token_file(files: list[str], config: dict, loaded: tuple) -> str:
+    """The .npy file of the tokens of text files, made once: its name is a hash of the tokenizer and
+    of path, size and time of the files. Raises OSError or TrainingError."""
+    tokenizer, vocab_size, separator, digest = loaded
+    stats = [(os.path.realpath(f), os.stat(f)) for f in files]
+    stats = [(f, stat.st_size, stat.st_mtime_ns) for f, stat in stats if stat.st_size]
+    total, folder = sum(size for _, size, _ in stats), Path(config["run"]["output_dir"], "tokens")
+    path = folder / f"{mix('tokens', digest, separator, stats):016x}.npy"
+    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+    def header(f, count):       # numpy pads it: that of the real count fits in later
+        f.seek(0)
+        np.lib.format.write_array_header_1_0(
+            f, {"descr": dtype, "fortran_order": False, "shape": (count,)})
+        return f.tell()
+
+    def write(f):
+        from tqdm import tqdm   # comes with huggingface_hub; disable=None: only on a terminal
+        start, count = header(f, 0), 0
+        with tqdm(desc="tokens", total=total, unit="B", unit_scale=True, disable=None) as bar:
+            for ids, size in tokenize([name for name, _, _ in stats], tokenizer, separator):
+                f.write(np.array(ids, dtype).tobytes())
+                count += len(ids)
+                bar.update(min(size, total - bar.n))
+        assert header(f, count) == start, path
+
+    reused = path.exists()
+    if not reused:
+        print(f"tokens   making {path}, or waiting for the process that does", flush=True)
+        if separator is None:
+            print("notice   this tokenizer has no token to put between documents", flush=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / ".lock"):
+                if not path.exists():
+                    for leftover in folder.glob("*.tmp"):   # of a process that was killed
+                        leftover.unlink()
+                    write_atomically(path, write)
+        except OSError as e:
+            raise OSError(f"run.output_dir: cannot write to {folder}: {one_line(e)}") from e
+    count = token_file(str(path))[3]
+    print(f"tokens   {count:,} tokens of {total:,} bytes | {total / max(1, count):.2f} bytes per "
+          f"token | {path}{' from before' if reused else ''}", flush=True)
+    return str(path)
+
+
+def open_tokens(config: dict, key: str, without=(), loaded=None):
+    """The token array behind data.path or data.val_path (`key`), leaving files out; `loaded` is
+    the tokenizer for those that are text.
+    Raises OSError, ValueError or TrainingError, in one line, for what cannot be used."""
     path = config["data"][key]
     if path == "synthetic":
         return Synthetic(config["model"]["vocab_size"])
-    out = {os.path.realpath(f[0]) for f in without}
+    out = {os.path.realpath(f) for f in without}
     files = [f for f in find_files(path, key) if os.path.realpath(f) not in out]
-    tokens = Tokens([token_file(f) for f in files])
+    texts = [f for f in files if not f.endswith((".bin", ".npy"))]
+    parts = files
+    if loaded and texts:
+        parts = [make_token_file(texts, config, loaded)]
+        parts += [f for f in files if f.endswith((".bin", ".npy"))]
+    tokens = Tokens([token_file(f) for f in parts])
     if not len(tokens):
         raise ValueError(f"data.{key}={path} is empty"
                          + (", validation data left out" if without else ""))
+    tokens.sources = files
+    if len(texts) == len(files):
+        tokens.bytes_per_token = sum(map(os.path.getsize, files)) / len(tokens)
     return tokens
 
 
 def build_data(config: dict) -> tuple[Dataset, Dataset]:
-    """(training data, validation data), disjoint: data.val_path, or the last tenth of data.path."""
+    """(training data, validation data), disjoint: data.val_path, or the last tenth of data.path.
+    With a data.tokenizer model.vocab_size may grow: build the model after this."""
+    loaded = fit_vocab(config)
     count = config["run"]["eval_batches"] * config["data"]["micro_batch_size"]
     if config["data"]["val_path"]:
-        val = open_tokens(config, "val_path")
-        train = open_tokens(config, "path", without=getattr(val, "files", ()))
+        val = open_tokens(config, "val_path", loaded=loaded)
+        train = open_tokens(config, "path", getattr(val, "sources", ()), loaded)
         return (Windows(train, 0, len(train), config, "path"),
                 Windows(val, 0, len(val), config, "val_path", count))
-    both = open_tokens(config, "path")
+    both = open_tokens(config, "path", loaded=loaded)
     cut = len(both) - len(both) // 10
     return (Windows(both, 0, cut, config, "path"),
             Windows(both, cut, len(both), config, "path", count))
+
+
+
+def byte_tokenizer() -> dict:
+    """The tokenizer.json of models of bytes: a byte-level BPE without merges, token = byte."""
+    # byte-level BPE writes a byte as a printable character, GPT-2's way
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+             "use_regex": False}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+            "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
+            "model": {"type": "BPE", "merges": [], "vocab": {
+                chr(b if b in plain else next(others)): b for b in range(256)}}}
+
+
+def tokenizer_files(config: dict) -> tuple[dict, int | None]:
+    """({name: bytes} of the files with which transformers' AutoTokenizer reads and writes this
+    model's tokens, the id that ends a text or None). No files if the tokens came as numbers."""
+    name, settings = config["data"]["tokenizer"], {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "model_max_length": config["model"]["block_size"]}
+    files, eos = {"tokenizer_config.json": json.dumps(settings, indent=2).encode()}, None
+    if name:
+        tokenizer, _, eos, _ = load_tokenizer(name)
+        if eos is not None:
+            settings["eos_token"] = tokenizer.id_to_token(eos)
+            files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
+        path, *beside = tokenizer_paths(name)
+        files["tokenizer.json"] = path.read_bytes()
+        files |= {p.name: p.read_bytes() for p in beside}
+    elif config["model"]["vocab_size"] == 256:
+        files["tokenizer.json"] = json.dumps(byte_tokenizer()).encode()
+    return (files if "tokenizer.json" in files else {}), eos
 
 
 @contextlib.contextmanager
@@ -524,24 +736,41 @@ def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, ids: list[int], count: int, block_size: int, seed: int,
-             temperature=0.8) -> list[int]:
-    """`count` tokens after `ids`, sampled by any model that returns logits;
-    each forward sees the last block_size."""
+def generate(model: nn.Module, ids: list[int], config: dict, count: int, cache=True) -> list[int]:
+    """`ids` and `count` tokens after them, as config.sample says, from any model that returns
+    logits. A context of block_size tokens loses its older half. Keys and values are kept if the
+    model's forward takes a `cache`: the same tokens, in a fraction of the time."""
+    c, block_size = config["sample"], config["model"]["block_size"]
     device = next(model.parameters()).device
     # its own: a sample must not move the training run
-    generator = torch.Generator().manual_seed(seed)
-    was_training = model.training
+    generator = torch.Generator().manual_seed(config["run"]["seed"])
+    was_training, kept = model.training, {}
+    named = ({"cache": kept} if cache and "cache" in inspect.signature(model.forward).parameters
+             else {})
     model.eval()
-    ids = list(ids)
+    ids, start = list(ids), max(0, len(ids) - block_size)
     for _ in range(count):
-        output = model(torch.tensor([ids[-block_size:]], device=device))
+        if len(ids) - start > block_size:
+            start = len(ids) - (block_size + 1) // 2
+            kept.clear()
+        seen = start + kept.get("length", 0)
+        output = model(torch.tensor([ids[seen:]], device=device), **named)
         logits = (output["logits"] if hasattr(output, "keys")
                   else output[0] if isinstance(output, tuple) else output)
-        probs = torch.softmax(logits[0, -1].float().cpu() / temperature, dim=-1)
-        ids.append(int(torch.multinomial(probs, 1, generator=generator)))
+        ids.append(pick(logits[0, -1].float().cpu(), c, generator))
     model.train(was_training)
     return ids
+
+
+def pick(logits, c: dict, generator) -> int:
+    """A token by temperature, top_k and top_p (Holtzman et al., 2019), from logits (V,)."""
+    if not c["temperature"]:
+        return int(logits.argmax())
+    probs, order = torch.softmax(logits / c["temperature"], -1).sort(descending=True, stable=True)
+    if c["top_k"]:
+        probs[c["top_k"]:] = 0
+    probs[probs.cumsum(0) - probs >= c["top_p"] * probs.sum()] = 0      # the first one always stays
+    return int(order[torch.multinomial(probs, 1, generator=generator)])
 
 # ---- checkpoints
 
@@ -599,6 +828,320 @@ def set_random_state(state: dict) -> None:
     random.setstate((version, tuple(keys), gauss))
 
 
+# ---- watching: a picture, TensorBoard, a bar
+
+
+def finite(points) -> list:
+    """The (x, y) that can be drawn, in the order of x."""
+    return sorted((p for p in points
+                   if all(isinstance(v, (int, float)) and math.isfinite(v) for v in p)),
+                  key=lambda p: p[0])
+
+
+def means(points: list, most: int) -> list:
+    """At most so many points, each the mean of its share: a smooth curve."""
+    if len(points) <= most:
+        return points
+    return [tuple(part.mean(axis=0)) for part in np.array_split(np.array(points, float), most)]
+
+
+def extremes(points: list, most: int) -> list:
+    """At most 2 * most + 1 points, the lowest and highest of each share, so that no spike is lost,
+    and the last."""
+    if len(points) <= 2 * most:
+        return points
+    edges = [len(points) * i // most for i in range(most + 1)]
+    shares = [points[a:b] for a, b in itertools.pairwise(edges)]
+    return [p for share in shares for p in sorted({min(share, key=lambda p: p[1]),
+                                                   max(share, key=lambda p: p[1])})] + points[-1:]
+
+
+def ticks(low: float, high: float, most: int, least: float = 0.0) -> list:
+    """(value, text) at round values from low to high, steps of 1, 2 or 5 times a power of ten."""
+    least = max((high - low) / most, least)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(s * power for s in (1, 2, 5, 10) if s * power >= least * (1 - 1e-9))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+
+    def text(v):
+        if v == 0:
+            return "0"
+        if abs(v) >= 1e12:
+            return f"{v:.1e}"
+        if digits > 3 and max(abs(low), abs(high)) < 0.1:       # 5e-4
+            return re.sub(r"(\.0)?e-0*", "e-", f"{v:.1e}")
+        size, unit = next(((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+                           if abs(v) >= s and not digits), (1, ""))
+        return f"{v / size:g}{unit}" if unit else f"{v:.{digits}f}"
+    return [(i * step, text(i * step)) for i in range(math.ceil(low / step - 1e-9),
+                                                      math.floor(high / step + 1e-9) + 1)]
+
+
+def loss_range(runs: list) -> tuple[float, float]:
+    """Where the curves are worth looking at: without the fall of the first steps, without the last
+    ones of a run that blew up, and without a run three times as high as another."""
+    lows, highs = [], []
+    for run in runs:
+        if values := sorted(y for kind in ("train", "val") for _, y in run[kind]):
+            low, usual = values[len(values) // 200], values[math.ceil(0.75 * (len(values) - 1))]
+            lows += [low] + [y for _, y in run["val"]]
+            highs.append(min(values[-1], usual + 3 * (usual - low)))
+    if not lows:
+        return 0.0, 1.0
+    low, high = min(lows), max(highs)
+    if min(highs) > 0:
+        high = min(high, 3 * min(highs))
+    room = max((high - low) * 0.04, abs(low) * 1e-3) or 1.0
+    return low - room, high + room
+
+
+def element(tag: str, text: str = "", **attributes) -> str:
+    """An SVG element: stroke_width=2.5 is stroke-width="2.5", numbers have two decimals."""
+    shown = {k.replace("_", "-"): f"{v:.2f}".rstrip("0").rstrip(".")
+             if isinstance(v, float) else v for k, v in attributes.items()}
+    start = f"<{tag}" + "".join(f' {k}="{v}"' for k, v in shown.items())
+    return f"{start}>{html.escape(text)}</{tag}>" if text else f"{start}/>"
+
+
+def printable(name: str) -> str:
+    """What XML allows and a legend has room for."""
+    name = "".join(c for c in name if c.isprintable())
+    return name if len(name) <= 40 else name[:39] + "…"
+
+
+class Panel:
+    """A frame with a grid, and what turns numbers into places in it. In pixels it is as wide as
+    LEFT to RIGHT."""
+
+    def __init__(self, name: str, top: float, height: float, x_range: tuple, y_range: tuple):
+        self.name, self.top, self.bottom = name, top, top + height
+        self.x_range, self.y_range, self.id = x_range, y_range, name.split()[0]
+
+    def at(self, x, y) -> tuple[float, float]:
+        (x_low, x_high), (y_low, y_high) = self.x_range, self.y_range
+        down = self.top + (y_high - y) / (y_high - y_low) * (self.bottom - self.top)
+        # no renderer likes a coordinate of 1e30
+        return LEFT + (x - x_low) / (x_high - x_low) * (RIGHT - LEFT), min(max(down, -9e3), 9e3)
+
+    def frame(self, x_ticks: list, most: int) -> list:
+        box = dict(x=LEFT, y=self.top, width=RIGHT - LEFT, height=self.bottom - self.top)
+        out, middle = [], (self.top + self.bottom) / 2
+        for value, text in ticks(*self.y_range, most):
+            _, y = self.at(0, value)
+            out += [element("line", x1=LEFT, x2=RIGHT, y1=y, y2=y, stroke="#ddd"),
+                    element("text", text, x=LEFT - 7, y=y + 4, text_anchor="end")]
+        for value, _ in x_ticks:
+            x, _ = self.at(value, 0)
+            out.append(element("line", x1=x, x2=x, y1=self.top, y2=self.bottom, stroke="#ddd"))
+        return out + [element("rect", **box, fill="none", stroke="#888"),
+                      element("text", self.name, x=14, y=middle, text_anchor="middle",
+                              transform=f"rotate(-90 14 {middle})"),
+                      f'<clipPath id="{self.id}">{element("rect", **box)}</clipPath>']
+
+    def line(self, points: list, **look) -> list:
+        places = [self.at(*p) for p in points]
+        look["clip_path"] = f"url(#{self.id})"
+        if len(places) == 1:
+            return [element("circle", cx=places[0][0], cy=places[0][1], r=2, fill=look["stroke"],
+                            clip_path=look["clip_path"])]
+        return [element("polyline", points=" ".join(f"{x:.2f},{y:.2f}" for x, y in places),
+                        fill="none", stroke_linejoin="round", **look)] if places else []
+
+
+def legend(names: list, looks: list, y: float) -> tuple[list, float]:
+    """(elements, y of the last row): what train and val look like, and the colour of each run."""
+    out, x = [], LEFT
+    grey = [dict(stroke="#888", stroke_width=1.2), dict(stroke="#888", stroke_width=2.5)]
+    keys = zip(["train", "val", *names], grey + [dict(look, stroke_width=6) for look in looks])
+    for i, (name, look) in enumerate(keys):
+        room = 46 + 7 * len(name)       # wide fonts have 7 pixels a letter
+        if x > LEFT and x + room > WIDTH:
+            x, y = LEFT, y + 18
+        out += [element("line", x1=x, x2=x + 22, y1=y, y2=y, **look),
+                element("text", name, x=x + 28, y=y + 4)]
+        if i == 1:
+            out.append(element("circle", cx=x + 11, cy=y, r=3.5, fill="#888"))
+        x += room
+    return out, y
+
+
+def last_values(labels: list, height: float) -> list:
+    """The (y, x, colour, text) at the ends of curves, where they end close together as a stack."""
+    out, placed, gap = [], [], min(14, height / max(1, len(labels)))
+    for y, x, colour, text in sorted(labels, reverse=True):
+        y = min([y] + [other_y - gap for other_y, other_x in placed if abs(x - other_x) < 54])
+        placed.append((y, x))
+        # on white: that of a shorter run lies on other curves
+        out += [element("rect", x=x - 2, y=y - 7, width=7 * len(text) + 4, height=14, fill="#fff",
+                        opacity=0.7),
+                element("text", text, x=x, y=y + 4, fill=colour, font_weight="bold")]
+    return out
+
+
+def draw(runs: dict, title: str = "", x_title: str = "step") -> str:
+    """An SVG of the losses and, below, of the learning rates of some runs.
+
+    runs: {name: {"train": [(step, loss)], "val": [(step, loss)], "lr": [(step, lr)]}}, each list
+    may be empty or missing; None, NaN and infinity are left out. Train is thin (many points: faint,
+    with their mean), val is thick, with its last value written at its end.
+    """
+    curves = [{kind: finite(run.get(kind) or ()) for kind in ("train", "val", "lr")}
+              for run in runs.values()]
+    dashes = [{}, {"stroke_dasharray": "6 3"}, {"stroke_dasharray": "2 2"}]
+    looks = [dict(stroke=COLOURS[i % len(COLOURS)], **dashes[i // len(COLOURS) % len(dashes)])
+             for i in range(len(curves))]       # more runs than colours: dashes tell them apart
+    out = [element("text", printable(title), x=LEFT, y=28, font_size=15, font_weight="bold")]
+    keys, y = legend([printable(name) for name in runs], looks, 44 if title else 24)
+    out = (out if title else []) + keys
+
+    steps = [p[0] for run in curves for points in run.values() for p in points] or [0, 1]
+    first, last = min(steps), max(steps)
+    if 0 < first < last / 5:
+        first = 0           # logged from step 10 on, say
+    steps = (first, last) if first < last else (first - 1, last + 1)
+    x_ticks = ticks(*steps, 8, least=1.0)
+
+    panel = Panel("loss", y + 16, 300, steps, loss_range(curves))
+    out += panel.frame(x_ticks, 8)
+    for run, look in zip(curves, looks):
+        if len(run["train"]) > 200:
+            out += panel.line(extremes(run["train"], 500), **look, opacity=0.15)
+        out += panel.line(means(run["train"], 200), **look, stroke_width=1.2, opacity=0.7)
+    labels = []
+    for run, look in zip(curves, looks):        # above every train curve
+        points = extremes(run["val"], 500)
+        out += panel.line(points, **look, stroke_width=2.5)
+        for x, y in [panel.at(*p) for p in (points if len(points) <= 60 else points[-1:])]:
+            if panel.top <= y <= panel.bottom:
+                out.append(element("circle", cx=x, cy=y, r=3.5, fill=look["stroke"]))
+        if points:
+            (x, y), value = panel.at(*points[-1]), points[-1][1]
+            labels.append((min(max(y, panel.top), panel.bottom), x + 8, look["stroke"],
+                           f"{value:.4f}" if abs(value) < 1000 else f"{value:.1e}"))
+    out += last_values(labels, 300)
+
+    if rates := [lr for run in curves for _, lr in run["lr"]]:
+        panel = Panel("learning rate", panel.bottom + 24, 84, steps,
+                      (min(0, *rates), 1.08 * max(0, *rates) or 1.0))
+        out += panel.frame(x_ticks, 3)
+        for run, look in zip(curves, looks):
+            out += panel.line(extremes(run["lr"], 500), **look, stroke_width=1.5)
+    for value, text in x_ticks:
+        out.append(element("text", text, x=panel.at(value, 0)[0], y=panel.bottom + 18,
+                           text_anchor="middle"))
+    out.append(element("text", x_title, x=(LEFT + RIGHT) / 2, y=panel.bottom + 38,
+                       text_anchor="middle"))
+    size = f'width="{WIDTH}" height="{panel.bottom + 50}"'      # white: the page may be dark
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+                      f'viewBox="0 0 {WIDTH} {panel.bottom + 50}" font-family="sans-serif" '
+                      f'font-size="12" fill="#222">', f'<rect {size} fill="#fff"/>', *out,
+                      "</svg>\n"])
+
+
+def read_curves(path: Path) -> dict:
+    """What draw() takes of a run, out of its metrics.jsonl. A line that is damaged, or cut off
+    because the run is writing it, is left out. Raises OSError."""
+    curves = {"train": [], "val": [], "lr": []}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            event = json.loads(line)
+            if event["event"] == "step":
+                curves["train"].append((event["step"], event["loss"]))
+                curves["lr"].append((event["step"], event["lr"]))
+            elif event["event"] == "eval":
+                curves["val"].append((event["step"], event["val_loss"]))
+    return curves
+
+
+def plot(config: dict) -> Path:
+    """Write loss.svg and return its path: in the run's folder or, for several runs (run.name=a,b),
+    in run.output_dir. The nodes of a swarm below runs/<name>/ are several runs too. It only reads
+    the runs, which may be going on. Raises FileNotFoundError with the runs there are, ValueError
+    for runs without a loss."""
+    root, node = Path(config["run"]["output_dir"]), config["distributed"]["node_id"]
+    folders = [root / name.strip() / node for name in config["run"]["name"].split(",")
+               if name.strip()]
+    files = []
+    for folder in folders:
+        own = folder / "metrics.jsonl"
+        files += [own] if own.exists() else sorted(folder.glob("*/metrics.jsonl"))
+        if not files or folder not in (files[-1].parent, files[-1].parent.parent):
+            there = sorted(p.parent.relative_to(root).as_posix() for depth in ("*", "*/*")
+                           for p in root.glob(f"{depth}/metrics.jsonl"))
+            raise FileNotFoundError(f"--plot: no run in {folder}; "
+                                    f"there are: {', '.join(there) or 'none'}")
+    runs = {f.parent.relative_to(root).as_posix(): read_curves(f) for f in files}
+    if not any(run["train"] or run["val"] for run in runs.values()):
+        raise ValueError(f"--plot: no loss to draw yet in {', '.join(map(str, files))}")
+    path = (folders[0] if len(folders) == 1 else root) / "loss.svg"
+    path.write_text(draw(runs), encoding="utf-8")
+    return path
+
+
+class TensorBoard:
+    """A hook: the numbers of metrics.jsonl as scalars. Raises ValueError without the package."""
+
+    def __init__(self):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as e:
+            raise ValueError(f"logging.tensorboard=True needs a package: pip install tensorboard "
+                             f"({one_line(e)[:100]})") from e
+        self.make = SummaryWriter
+
+    def open(self, folder: Path, step: int):
+        # what an earlier process has written of the steps after this one is forgotten
+        self.writer = self.make(folder, purge_step=step + 1, flush_secs=10)
+
+    def __call__(self, event: str, payload: dict):
+        names = {"step": {f"train/{k}": k for k in ("loss", "lr", "grad_norm", "tokens_per_s")},
+                 "eval": {"val/loss": "val_loss", "val/loss_per_byte": "val_loss_per_byte"}}
+        for name, key in names.get(event, {}).items():
+            if payload.get(key) is not None:
+                self.writer.add_scalar(name, payload[key], payload["step"])
+
+
+class AboveBar:
+    """Stands for stdout or stderr while a bar is drawn: whole lines go above it, whoever prints."""
+
+    def __init__(self, stream, bar):
+        self.stream, self.bar, self.rest = stream, bar, ""
+
+    def write(self, text: str) -> int:
+        with self.bar.get_lock():       # a coordinator's thread may print too
+            *lines, self.rest = (self.rest + text).split("\n")
+            if lines:
+                self.bar.clear(nolock=True)
+                self.stream.write("\n".join(lines) + "\n")
+                self.stream.flush()
+                self.bar.refresh(nolock=True)
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def bar(first: int, total: int):
+    """A progress bar in the last line of a terminal; None if stdout is none, or without tqdm."""
+    drawn, out, error = None, sys.stdout, sys.stderr
+    if first < total and out.isatty() and os.environ.get("TERM") != "dumb":
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm       # comes with huggingface_hub
+            drawn = tqdm(initial=first, total=total, file=out, dynamic_ncols=True,
+                         bar_format="step     {n_fmt}/{total_fmt} |{bar}| {desc}")
+    if drawn is None or drawn.disable:  # by TQDM_DISABLE=1
+        yield None
+        return
+    above_error = AboveBar(error, drawn) if error.isatty() else error
+    try:
+        with (contextlib.redirect_stdout(AboveBar(out, drawn)),
+              contextlib.redirect_stderr(above_error)):
+            yield drawn
+    finally:
+        drawn.close()       # it stays, as a whole line, with the last loss
+
+
 # ---- the trainer
 
 
@@ -616,8 +1159,10 @@ class Trainer:
 
     def __init__(self, model, config: dict, train_data, val_data=None, coordinator=None, hooks=()):
         run = config["run"]
+        # first of all: if the package is missing, nothing has been touched
+        self.tensorboard = TensorBoard() if config["logging"]["tensorboard"] else None
         self.config, self.train_data, self.val_data = config, train_data, val_data
-        self.coordinator, self.hooks = coordinator, hooks
+        self.coordinator, self.hooks, self.bar = coordinator, list(hooks), None
         self.device = pick_device(run["device"])
         self.dtype, why = pick_precision(run["precision"], self.device)
         if self.device.type == "cpu":
@@ -654,6 +1199,9 @@ class Trainer:
             raise OSError(f"run.output_dir: cannot write to {self.folder}: {e.strerror}") from e
         try:
             self.open_folder(run["resume"])
+            if self.tensorboard:
+                self.tensorboard.open(self.folder / "tensorboard", self.step)
+                self.hooks.append(self.tensorboard)
         except BaseException:
             self.lock.release()
             raise
@@ -685,7 +1233,8 @@ class Trainer:
     # one line per event, the same numbers for a reader, a file and the hooks
 
     def emit(self, event: str, line: str, **payload):
-        print(f"{event:<8} {line}", flush=True)
+        if event != "step" or not self.bar:     # the bar shows these
+            print(f"{event:<8} {line}", flush=True)
         payload = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                    for k, v in payload.items()}     # JSON has no infinity
         try:
@@ -825,9 +1374,29 @@ class Trainer:
             self.best = {"step": self.step, "val_loss": val_loss}
             state = {"model": self.model.state_dict(), "config": self.config, **self.best}
             write_atomically(self.folder / "best.pt", lambda f: torch.save(state, f))
-        self.emit("eval", f"{self.progress()} | val {val_loss:.4f} | "
-                          f"best {self.best['val_loss']:.4f} @ {self.best['step']}",
-                  step=self.step, val_loss=val_loss)
+        line = (f"{self.progress()} | val {val_loss:.4f} | "
+                f"best {self.best['val_loss']:.4f} @ {self.best['step']}")
+        per_token, payload = getattr(self.val_data, "bytes_per_token", None), {}
+        if per_token and per_token != 1:    # comparable between tokenizers, and with bytes
+            payload = {"val_loss_per_byte": val_loss / per_token}
+            line += f" | {val_loss / per_token:.4f} per byte"
+        self.emit("eval", line, step=self.step, val_loss=val_loss, **payload)
+        if self.config["run"]["sample"]:
+            self.print_sample(self.step == self.config["run"]["max_steps"])
+
+    def print_sample(self, whole: bool):
+        """Continue run.sample, by at most 100 tokens if not the whole."""
+        count = self.config["sample"]["tokens"]
+        try:
+            prompt = encode(self.config, self.config["run"]["sample"])
+            if max(prompt) >= self.config["model"]["vocab_size"]:
+                raise ValueError("the prompt is outside the vocabulary")
+            ids = generate(self.model, prompt, self.config, count if whole else min(100, count))
+            text = decode(self.config, ids)
+        except Exception as e:  # a model that wants labels, say; the run itself is well
+            print(f"notice   no sample: {type(e).__name__}: {e}", flush=True)
+            return
+        print(f"sample   {'-' * 60}\n{text}\n{'-' * 69}", flush=True)
 
     def refuse_not_finite(self):
         if self.not_finite.item():
@@ -854,6 +1423,8 @@ class Trainer:
             try:
                 self.loop()
             finally:
+                if self.tensorboard:
+                    self.tensorboard.writer.close()
                 self.lock.release(force=True)
 
     @contextlib.contextmanager
@@ -883,8 +1454,10 @@ class Trainer:
             self.coordinator.start(self)    # may move to another step
         first = self.step
         data = batches(self.train_data, self.config, self.position, self.device)
-        with contextlib.closing(data):
+        with (contextlib.closing(data),
+              bar(self.step, self.config["run"]["max_steps"]) as self.bar):
             self.steps(data)
+        self.bar = None
         if self.coordinator:
             self.coordinator.finish(self)
         if self.step == first and not self.stop_signal:
@@ -934,6 +1507,8 @@ class Trainer:
             self.tokens += tokens
             if coordinator:
                 coordinator.after_step(self)
+            if self.bar:
+                self.bar.update(self.step - self.bar.n)     # a coordinator may have moved it
 
             window_steps, window_tokens = window_steps + 1, window_tokens + tokens
             if self.step % c["logging"]["every_steps"] == 0 or self.step == run["max_steps"]:
@@ -941,10 +1516,13 @@ class Trainer:
                 now = time.perf_counter() - paused
                 spent, elapsed, rate = (
                     (now - window) / window_steps, now - began, window_tokens / (now - window))
-                eta = (run["max_steps"] - self.step) * spent
+                eta = duration((run["max_steps"] - self.step) * spent)
+                if self.bar:
+                    self.bar.set_description_str(f"loss {loss.item():.4f} | {rate:,.0f} tok/s | "
+                                                 f"eta {eta}", refresh=False)
                 self.emit("step", f"{self.progress()} | loss {loss.item():.4f} | lr {lr:.2e} | "
                                   f"norm {norm.item():.2f} | {spent * 1e3:,.0f} ms | "
-                                  f"{rate:,.0f} tok/s | eta {duration(eta)}",
+                                  f"{rate:,.0f} tok/s | eta {eta}",
                           step=self.step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
                           tokens=self.tokens, tokens_per_s=rate, seconds=elapsed)
                 window, window_steps, window_tokens = now, 0, 0
