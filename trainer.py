@@ -49,7 +49,6 @@ CUTS = [re.compile(pattern, re.S) for pattern in (
 SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 # of Okabe and Ito, which the colour-blind tell apart, but for the yellow
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-WIDTH, LEFT, RIGHT = 800, 70, 734       # pixels of a picture, and of the panels in it
 
 
 class TrainingError(RuntimeError):
@@ -831,211 +830,123 @@ def set_random_state(state: dict) -> None:
 # ---- watching: a picture, TensorBoard, a bar
 
 
-def finite(points) -> list:
-    """The (x, y) that can be drawn, in the order of x."""
-    return sorted((p for p in points
-                   if all(isinstance(v, (int, float)) and math.isfinite(v) for v in p)),
-                  key=lambda p: p[0])
+def ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
+    """Round values from low to high: steps of 1, 2 or 5 times a power of ten, of at least `least`,
+    at most so many and one."""
+    wanted = max((high - low) / most, least)
+    power = 10.0 ** math.floor(math.log10(wanted))
+    step = next(s * power for s in (1, 2, 5, 10) if s * power >= wanted * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(low / step - 1e-9),
+                                    math.floor(high / step + 1e-9) + 1)]
 
 
 def means(points: list, most: int) -> list:
     """At most so many points, each the mean of its share: a smooth curve."""
-    if len(points) <= most:
-        return points
-    return [tuple(part.mean(axis=0)) for part in np.array_split(np.array(points, float), most)]
+    return points if len(points) <= most else [
+        tuple(part.mean(axis=0)) for part in np.array_split(np.array(points, float), most)]
 
 
-def extremes(points: list, most: int) -> list:
-    """At most 2 * most + 1 points, the lowest and highest of each share, so that no spike is lost,
-    and the last."""
-    if len(points) <= 2 * most:
-        return points
-    edges = [len(points) * i // most for i in range(most + 1)]
-    shares = [points[a:b] for a, b in itertools.pairwise(edges)]
-    return [p for share in shares for p in sorted({min(share, key=lambda p: p[1]),
-                                                   max(share, key=lambda p: p[1])})] + points[-1:]
-
-
-def ticks(low: float, high: float, most: int, least: float = 0.0) -> list:
-    """(value, text) at round values from low to high, steps of 1, 2 or 5 times a power of ten."""
-    least = max((high - low) / most, least)
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= least * (1 - 1e-9))
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
-
-    def text(v):
-        if v == 0:
-            return "0"
-        if abs(v) >= 1e12:
-            return f"{v:.1e}"
-        if digits > 3 and max(abs(low), abs(high)) < 0.1:       # 5e-4
-            return re.sub(r"(\.0)?e-0*", "e-", f"{v:.1e}")
-        size, unit = next(((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-                           if abs(v) >= s and not digits), (1, ""))
-        return f"{v / size:g}{unit}" if unit else f"{v:.{digits}f}"
-    return [(i * step, text(i * step)) for i in range(math.ceil(low / step - 1e-9),
-                                                      math.floor(high / step + 1e-9) + 1)]
-
-
-def loss_range(runs: list) -> tuple[float, float]:
-    """Where the curves are worth looking at: without the fall of the first steps, without the last
-    ones of a run that blew up, and without a run three times as high as another."""
-    lows, highs = [], []
-    for run in runs:
-        if values := sorted(y for kind in ("train", "val") for _, y in run[kind]):
-            low, usual = values[len(values) // 200], values[math.ceil(0.75 * (len(values) - 1))]
-            lows += [low] + [y for _, y in run["val"]]
-            highs.append(min(values[-1], usual + 3 * (usual - low)))
-    if not lows:
-        return 0.0, 1.0
-    low, high = min(lows), max(highs)
-    if min(highs) > 0:
-        high = min(high, 3 * min(highs))
-    room = max((high - low) * 0.04, abs(low) * 1e-3) or 1.0
-    return low - room, high + room
-
-
-def element(tag: str, text: str = "", **attributes) -> str:
-    """An SVG element: stroke_width=2.5 is stroke-width="2.5", numbers have two decimals."""
-    shown = {k.replace("_", "-"): f"{v:.2f}".rstrip("0").rstrip(".")
-             if isinstance(v, float) else v for k, v in attributes.items()}
-    start = f"<{tag}" + "".join(f' {k}="{v}"' for k, v in shown.items())
-    return f"{start}>{html.escape(text)}</{tag}>" if text else f"{start}/>"
-
-
-def printable(name: str) -> str:
-    """What XML allows and a legend has room for."""
-    name = "".join(c for c in name if c.isprintable())
-    return name if len(name) <= 40 else name[:39] + "…"
-
-
-class Panel:
-    """A frame with a grid, and what turns numbers into places in it. In pixels it is as wide as
-    LEFT to RIGHT."""
-
-    def __init__(self, name: str, top: float, height: float, x_range: tuple, y_range: tuple):
-        self.name, self.top, self.bottom = name, top, top + height
-        self.x_range, self.y_range, self.id = x_range, y_range, name.split()[0]
-
-    def at(self, x, y) -> tuple[float, float]:
-        (x_low, x_high), (y_low, y_high) = self.x_range, self.y_range
-        down = self.top + (y_high - y) / (y_high - y_low) * (self.bottom - self.top)
-        # no renderer likes a coordinate of 1e30
-        return LEFT + (x - x_low) / (x_high - x_low) * (RIGHT - LEFT), min(max(down, -9e3), 9e3)
-
-    def frame(self, x_ticks: list, most: int) -> list:
-        box = dict(x=LEFT, y=self.top, width=RIGHT - LEFT, height=self.bottom - self.top)
-        out, middle = [], (self.top + self.bottom) / 2
-        for value, text in ticks(*self.y_range, most):
-            _, y = self.at(0, value)
-            out += [element("line", x1=LEFT, x2=RIGHT, y1=y, y2=y, stroke="#ddd"),
-                    element("text", text, x=LEFT - 7, y=y + 4, text_anchor="end")]
-        for value, _ in x_ticks:
-            x, _ = self.at(value, 0)
-            out.append(element("line", x1=x, x2=x, y1=self.top, y2=self.bottom, stroke="#ddd"))
-        return out + [element("rect", **box, fill="none", stroke="#888"),
-                      element("text", self.name, x=14, y=middle, text_anchor="middle",
-                              transform=f"rotate(-90 14 {middle})"),
-                      f'<clipPath id="{self.id}">{element("rect", **box)}</clipPath>']
-
-    def line(self, points: list, **look) -> list:
-        places = [self.at(*p) for p in points]
-        look["clip_path"] = f"url(#{self.id})"
-        if len(places) == 1:
-            return [element("circle", cx=places[0][0], cy=places[0][1], r=2, fill=look["stroke"],
-                            clip_path=look["clip_path"])]
-        return [element("polyline", points=" ".join(f"{x:.2f},{y:.2f}" for x, y in places),
-                        fill="none", stroke_linejoin="round", **look)] if places else []
-
-
-def legend(names: list, looks: list, y: float) -> tuple[list, float]:
-    """(elements, y of the last row): what train and val look like, and the colour of each run."""
-    out, x = [], LEFT
-    grey = [dict(stroke="#888", stroke_width=1.2), dict(stroke="#888", stroke_width=2.5)]
-    keys = zip(["train", "val", *names], grey + [dict(look, stroke_width=6) for look in looks])
-    for i, (name, look) in enumerate(keys):
-        room = 46 + 7 * len(name)       # wide fonts have 7 pixels a letter
-        if x > LEFT and x + room > WIDTH:
-            x, y = LEFT, y + 18
-        out += [element("line", x1=x, x2=x + 22, y1=y, y2=y, **look),
-                element("text", name, x=x + 28, y=y + 4)]
-        if i == 1:
-            out.append(element("circle", cx=x + 11, cy=y, r=3.5, fill="#888"))
-        x += room
-    return out, y
-
-
-def last_values(labels: list, height: float) -> list:
-    """The (y, x, colour, text) at the ends of curves, where they end close together as a stack."""
-    out, placed, gap = [], [], min(14, height / max(1, len(labels)))
-    for y, x, colour, text in sorted(labels, reverse=True):
-        y = min([y] + [other_y - gap for other_y, other_x in placed if abs(x - other_x) < 54])
-        placed.append((y, x))
-        # on white: that of a shorter run lies on other curves
-        out += [element("rect", x=x - 2, y=y - 7, width=7 * len(text) + 4, height=14, fill="#fff",
-                        opacity=0.7),
-                element("text", text, x=x, y=y + 4, fill=colour, font_weight="bold")]
-    return out
+def spread(places: list[float], gap: float, top: float, bottom: float) -> list[float]:
+    """Rising places in [top, bottom], moved as little as it takes to be `gap` apart, if they
+    fit."""
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + gap)
+    for i in range(len(places) - 1, -1, -1):
+        places[i] = min(places[i], bottom - gap * (len(places) - 1 - i))
+    return [max(y, top) for y in places]
 
 
 def draw(runs: dict, title: str = "", x_title: str = "step") -> str:
     """An SVG of the losses and, below, of the learning rates of some runs.
 
     runs: {name: {"train": [(step, loss)], "val": [(step, loss)], "lr": [(step, lr)]}}, each list
-    may be empty or missing; None, NaN and infinity are left out. Train is thin (many points: faint,
-    with their mean), val is thick, with its last value written at its end.
+    may be empty or missing; None, NaN and infinity are left out. Train is thin, a mean of many
+    points, val is thick. Each run's name and last loss stand at the end of its curve.
     """
-    curves = [{kind: finite(run.get(kind) or ()) for kind in ("train", "val", "lr")}
+    def text(content, x, y, anchor="start", **more):
+        more = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
+        return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>'
+                f'{html.escape(content)}</text>')
+
+    def short(value):
+        size, unit = next(((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+                           if abs(value) >= s), (1, ""))
+        return f"{value / size:.4g}{unit}"
+
+    def panel(name, top, height, y_low, y_high):
+        """Draws a frame with a grid; at(x, y) is a point in it, in pixels."""
+        def at(x, y):
+            down = min(max((y_high - y) / (y_high - y_low), 0), 1)      # outside: on the frame
+            return left + (x - x_low) / (x_high - x_low) * (right - left), top + down * height
+        for value in ticks(y_low, y_high, height // 35):
+            _, y = at(x_low, value)
+            out.extend([f'<path d="M{left} {y:.1f}H{right}" stroke="#ddd"/>',
+                        text(short(value), left - 7, y + 4, "end")])
+        for value in ticks(x_low, x_high, 8, 1):
+            x, _ = at(value, y_low)
+            out.extend([f'<path d="M{x:.1f} {top}v{height}" stroke="#ddd"/>',
+                        text(short(value), x, top + height + 16, "middle")])
+        middle = top + height / 2
+        out.extend([f'<rect x="{left}" y="{top}" width="{right - left}" height="{height}" '
+                    f'fill="none" stroke="#888"/>',
+                    text(name, 14, middle, "middle", transform=f"rotate(-90 14 {middle})")])
+        return at
+
+    def curve(at, points, colour, **look):
+        look = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in look.items())
+        places = [at(*p) for p in points]
+        if len(places) == 1:
+            out.append(f'<circle cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3" '
+                       f'fill="{colour}"/>')
+        elif places:
+            out.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" '
+                       f'fill="none" stroke="{colour}"{look}/>')
+
+    def drawable(points):
+        return sorted(p for p in points or () if all(
+            isinstance(v, (int, float)) and math.isfinite(v) for v in p))
+    curves = [{kind: drawable(run.get(kind)) for kind in ("train", "val", "lr")}
               for run in runs.values()]
-    dashes = [{}, {"stroke_dasharray": "6 3"}, {"stroke_dasharray": "2 2"}]
-    looks = [dict(stroke=COLOURS[i % len(COLOURS)], **dashes[i // len(COLOURS) % len(dashes)])
-             for i in range(len(curves))]       # more runs than colours: dashes tell them apart
-    out = [element("text", printable(title), x=LEFT, y=28, font_size=15, font_weight="bold")]
-    keys, y = legend([printable(name) for name in runs], looks, 44 if title else 24)
-    out = (out if title else []) + keys
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(curves))]
+    steps = [x for run in curves for points in run.values() for x, _ in points] or [0]
+    x_low, x_high = min(steps), max(max(steps), min(steps) + 1)
+    left, right, top, height = 66, 590, 40, max(300, 14 * len(curves))
 
-    steps = [p[0] for run in curves for points in run.values() for p in points] or [0, 1]
-    first, last = min(steps), max(steps)
-    if 0 < first < last / 5:
-        first = 0           # logged from step 10 on, say
-    steps = (first, last) if first < last else (first - 1, last + 1)
-    x_ticks = ticks(*steps, 8, least=1.0)
-
-    panel = Panel("loss", y + 16, 300, steps, loss_range(curves))
-    out += panel.frame(x_ticks, 8)
-    for run, look in zip(curves, looks):
-        if len(run["train"]) > 200:
-            out += panel.line(extremes(run["train"], 500), **look, opacity=0.15)
-        out += panel.line(means(run["train"], 200), **look, stroke_width=1.2, opacity=0.7)
-    labels = []
-    for run, look in zip(curves, looks):        # above every train curve
-        points = extremes(run["val"], 500)
-        out += panel.line(points, **look, stroke_width=2.5)
-        for x, y in [panel.at(*p) for p in (points if len(points) <= 60 else points[-1:])]:
-            if panel.top <= y <= panel.bottom:
-                out.append(element("circle", cx=x, cy=y, r=3.5, fill=look["stroke"]))
-        if points:
-            (x, y), value = panel.at(*points[-1]), points[-1][1]
-            labels.append((min(max(y, panel.top), panel.bottom), x + 8, look["stroke"],
-                           f"{value:.4f}" if abs(value) < 1000 else f"{value:.1e}"))
-    out += last_values(labels, 300)
-
+    # without the fall of the first steps, and without the end of a run that blew up: from the
+    # lowest loss to five times the way to the third quartile, of the best run
+    losses = [sorted(y for kind in ("train", "val") for _, y in run[kind]) for run in curves]
+    ranges = [(values[len(values) // 100], min(values[-1], values[0] + 5 * (
+        values[len(values) * 3 // 4] - values[0]))) for values in losses if values]
+    low = min((low for low, _ in ranges), default=0.0)
+    high = max(min((high for _, high in ranges), default=1.0), low)
+    room = (high - low) * 0.05 or abs(low) * 1e-3 or 1.0
+    out = [text(title or "thick: validation, thin: training", left, 26, font_weight="bold")]
+    at, ends = panel("loss", top, height, low - room, high + room), []
+    for run, colour in zip(curves, colours):
+        curve(at, means(run["train"], 300), colour, stroke_width=1, opacity=0.7)
+    for run, colour, name in zip(curves, colours, runs):
+        curve(at, means(run["val"], 300), colour, stroke_width=2.5)
+        shown = "".join(c for c in name if c.isprintable())[:20]
+        if last := (run["val"] or run["train"])[-1:]:
+            value = f"{last[0][1]:.4f}" if abs(last[0][1]) < 1000 else f"{last[0][1]:.1e}"
+            ends.append((at(*last[0])[1], colour, f"{value} {shown}"))
+        else:
+            ends.append((top + height, colour, shown))
+    ends.sort()
+    places = spread([y for y, _, _ in ends], 14, top, top + height)
+    out += [text(label, right + 8, y + 4, fill=colour)
+            for y, (_, colour, label) in zip(places, ends)]
+    bottom = top + height
     if rates := [lr for run in curves for _, lr in run["lr"]]:
-        panel = Panel("learning rate", panel.bottom + 24, 84, steps,
-                      (min(0, *rates), 1.08 * max(0, *rates) or 1.0))
-        out += panel.frame(x_ticks, 3)
-        for run, look in zip(curves, looks):
-            out += panel.line(extremes(run["lr"], 500), **look, stroke_width=1.5)
-    for value, text in x_ticks:
-        out.append(element("text", text, x=panel.at(value, 0)[0], y=panel.bottom + 18,
-                           text_anchor="middle"))
-    out.append(element("text", x_title, x=(LEFT + RIGHT) / 2, y=panel.bottom + 38,
-                       text_anchor="middle"))
-    size = f'width="{WIDTH}" height="{panel.bottom + 50}"'      # white: the page may be dark
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-                      f'viewBox="0 0 {WIDTH} {panel.bottom + 50}" font-family="sans-serif" '
-                      f'font-size="12" fill="#222">', f'<rect {size} fill="#fff"/>', *out,
-                      "</svg>\n"])
+        at = panel("learning rate", bottom + 36, 80, 0, max(rates) * 1.1 or 1.0)
+        bottom += 116
+        for run, colour in zip(curves, colours):
+            curve(at, means(run["lr"], 300), colour, stroke_width=1.5)
+    out.append(text(x_title, (left + right) / 2, bottom + 36, "middle"))
+    size = f'width="800" height="{bottom + 46}"'        # white: the page may be dark
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 800 '
+                      f'{bottom + 46}" font-family="sans-serif" font-size="12" fill="#222">',
+                      f'<rect {size} fill="#fff"/>', *out, "</svg>\n"])
 
 
 def read_curves(path: Path) -> dict:
