@@ -175,7 +175,7 @@ def load_coded(file: Path, shapes: dict):
 class NesterovOuterOptimizer:
     """Outer step over named tensors, with a part f = n / K of the active nodes contributing.
 
-        mu  = momentum * min(1, (outer_step + 1) / warmup)     warmup 0: constant
+        mu  = momentum * min(1, (outer_step + 1) / warmup)      warmup 0: constant
         buf = mu**f * buf + g
         W  -= lr * (g + f * mu * buf)
 
@@ -186,9 +186,12 @@ class NesterovOuterOptimizer:
     def __init__(self, lr: float, momentum: float, warmup: int = 0):
         self.lr, self.momentum, self.warmup = lr, momentum, warmup
 
+    def mu(self, outer_step: int) -> float:
+        return self.momentum * (min(1.0, (outer_step + 1) / self.warmup) if self.warmup else 1.0)
+
     def step(self, weight, buf, g, f: float, outer_step: int):
         """New (weight, buf) of one tensor; the arguments stay as they are."""
-        mu = self.momentum * (min(1.0, (outer_step + 1) / self.warmup) if self.warmup else 1.0)
+        mu = self.mu(outer_step)
         buf = mu ** f * buf + g
         return weight - self.lr * (g + f * mu * buf), buf
 
@@ -565,7 +568,8 @@ def parse_state(content: bytes) -> dict:
                 and all(like(entry, kinds) for entry in state["nodes"].values())
                 and all(like(r, {"number": int, "local_step": int, "reason": str})
                         for entry in state["nodes"].values() for r in entry["refused"])
-                and 0 <= state["outer_step"] < 10 ** 12 and 0 <= state["progress"] < 10 ** 15):
+                and 0 <= state["outer_step"] < 10 ** 12 and 0 <= state["progress"] < 10 ** 15
+                and 0 <= state.setdefault("momentum", 0.0) < math.inf):
             return state
     raise Refused(f"{STEP} is not what a master of this program writes")
 
@@ -845,7 +849,7 @@ class MasterOuterLoop:
         old = UPDATE.format(state["outer_step"] - UPDATES)
         if files.pop(old, None):
             delete.add(old)
-        state = {**state, "files": files,
+        state = {**state, "files": files, "momentum": self.optimizer.mu(state["outer_step"]),
                  "finished": 0 < self.settings["max_outer_steps"] <= state["outer_step"]}
         content = add[STEP] = json.dumps(state, indent=1).encode()
 
@@ -985,8 +989,10 @@ class MasterOuterLoop:
         line = {"event": "round", "outer_step": outer_step, "merged": merged, "refused": refused}
         changed, weights = {}, self.weights
         if merged:
-            active = len(contributors | active_nodes(books, outer_step))
-            weights, momentum, residual, update = self.outer_step(total, active, len(contributors))
+            # those who have finished count: else a slow node's last steps, without the others' to
+            # average out their noise, would move the model as far as all together did
+            among = len(contributors | members(books, outer_step))
+            weights, momentum, residual, update = self.outer_step(total, among, len(contributors))
             changed = {WEIGHTS: weights, MOMENTUM: momentum, RESIDUAL: residual}
             if self.settings["codec"] != "fp32":        # which is not smaller than the model
                 changed[UPDATE.format(outer_step)] = update
@@ -1074,7 +1080,7 @@ class MasterOuterLoop:
                                                    "tokens", "loss")},
                 "norm": norm * scale, "bytes": size}
 
-    def outer_step(self, total: dict, active: int, contributors: int):
+    def outer_step(self, total: dict, among: int, contributors: int):
         """New (weights, momentum, residual) and the coded update, from the sum of all deltas. The
         weights move by exactly what the update says; what its rounding keeps back is in the
         residual, and goes out with the next one."""
@@ -1085,7 +1091,7 @@ class MasterOuterLoop:
                 change[k], momentum[k] = kept + total[k] / contributors, self.momentum[k]
             else:
                 moved, momentum[k] = self.optimizer.step(
-                    -kept, self.momentum[k], total[k] / active, contributors / active,
+                    -kept, self.momentum[k], total[k] / among, contributors / among,
                     self.state["outer_step"])
                 change[k] = -moved
         update = encode(change, codec)
@@ -1150,6 +1156,11 @@ def active_nodes(books: dict, outer_step: int) -> set:
     """Nodes that are at work, as far as the books know."""
     return {node for node, entry in books.items()
             if entry["outer_step"] >= max(1, outer_step + 1 - ACTIVE_ROUNDS) and not entry["final"]}
+
+
+def members(books: dict, outer_step: int) -> set:
+    """Nodes that are at work or have finished: those among which a round is averaged."""
+    return active_nodes(books, outer_step) | {node for node in books if books[node]["final"]}
 
 
 def may_commit(settings: dict, transport, books: dict, times, now: float, last=False) -> bool:
@@ -1238,6 +1249,9 @@ class DumbDiLoCo:
     Its invariant, in tensors of the model's shapes:
         weights  = G - sent, not merged - unsent           G: the global model installed last
         baseline = G - sent, not merged                    so weights = baseline - unsent
+    While something is on its way both are `ahead` as well: where the outer momentum will have
+    carried G until that is merged (the point from which Nesterov's gradient is taken, seen from
+    here).
     Two background threads do all input and output, one up and one down. Training waits for them
     only at the start, at the end, and at each boundary with settings["wait"]. Trouble that does not
     pass ends the training with its state saved, and is in `failed`.
@@ -1264,7 +1278,8 @@ class DumbDiLoCo:
         self.seen = None                # tag of the published state looked at last
         self.closing = self.warned = False
         self.loop = 0.0                 # seconds between the last two deltas
-        self.wake = threading.Condition()
+        self.velocity, self.ahead = {}, False   # of G per round; whether the weights are ahead of G
+        self.wake, self.coding = threading.Condition(), threading.Condition()
 
     # what a checkpoint holds
 
@@ -1275,7 +1290,8 @@ class DumbDiLoCo:
                 "last_sent": self.last_sent, "tokens_sent": self.tokens_sent,
                 "first_step": self.first_step, "outer_step": self.state["outer_step"],
                 "run_id": self.state["run_id"],
-                "sending": self.sending and {k: self.sending[k] for k in ("local_step", "delta")}}
+                "sending": self.sending and {k: v for k, v in self.coded(self.sending).items()
+                                             if k in ("local_step", "delta")}}
 
     def load_state_dict(self, state: dict):
         self.saved = state
@@ -1363,6 +1379,16 @@ class DumbDiLoCo:
         self.last_sent, self.tokens_sent = known, tokens_sent
         self.rebase(new, unsent)
 
+    def schedule_step(self, step: int) -> float:
+        """The step whose learning rate counts: the mean of all nodes at work or done, as far as the
+        books know, and this node's steps since. So all nodes decay together, with the tokens of the
+        swarm, however fast each is."""
+        books, known = self.state["nodes"], members(self.state["nodes"], self.state["outer_step"])
+        if self.node_id not in known:
+            return step
+        return max(0.0, step + statistics.mean(books[node]["local_step"] for node in known)
+                   - books[self.node_id]["local_step"])
+
     def lr_scale(self, step: int) -> float:
         """A node that has joined a running swarm has cold Adam moments: it takes small steps
         first."""
@@ -1425,11 +1451,29 @@ class DumbDiLoCo:
 
     def rebase(self, new: dict, unsent: dict):
         """Move to G = new: the baseline without what was sent and is not in G, and the weights."""
-        self.G, self.baseline = new, {k: v.clone() for k, v in new.items()}
+        self.G, self.baseline, self.ahead = new, {k: v.clone() for k, v in new.items()}, False
         for _, delta in self.sent:
             for k in delta:
                 self.baseline[k] -= delta[k]
+        self.look_ahead()
         set_tensors(self.tensors, {k: self.baseline[k] - unsent[k] for k in unsent})
+
+    def look_ahead(self):
+        """While something is on its way, the baseline is where G will be when it is merged."""
+        mu = self.state["momentum"]
+        if ((self.sent or self.sending) and mu and self.velocity and not self.ahead
+                and not self.settings["wait"]):
+            self.ahead = True
+            for k, v in self.velocity.items():
+                self.baseline[k] -= mu ** 2 * v     # the next step, but for its g
+
+    def follow(self, new: dict, rounds: int):
+        """The velocity, outer_lr * buf, from how far G has moved: a round with all nodes moves it
+        by u = outer_lr * (g + mu * buf), and g = buf - mu * (buf before)."""
+        mu = self.state["momentum"]
+        for _ in range(min(rounds, 20) if mu else 0):
+            self.velocity = {k: ((self.G[k] - new[k]) / rounds + mu * self.velocity.get(k, 0.0))
+                             / (1 + mu) for k in new if k not in self.state.get("buffers", ())}
 
     def push(self, trainer, last=False):
         """Hand baseline - weights to the background thread, unless one is on its way or the master
@@ -1451,7 +1495,6 @@ class DumbDiLoCo:
         if not all(v.isfinite().all() for v in delta.values()):
             return self.fail(trainer, Refused(f"the weights are not finite at step {trainer.step}: "
                                               f"nothing was sent"))
-        stored = encode(delta, self.settings["codec"])
         header = {"run_id": self.state["run_id"], "node_id": self.node_id,
                   "incarnation": self.incarnation, "local_step": trainer.step,
                   "base_outer_step": self.state["outer_step"],
@@ -1462,11 +1505,24 @@ class DumbDiLoCo:
                   "codec": self.settings["codec"]}
         path = f"nodes/{self.node_id}/delta_{trainer.step}.safetensors"
         with self.wake:
-            self.sending = {"local_step": trainer.step, "stored": stored,
-                            "delta": decode(stored, self.shapes, self.settings["codec"]),
-                            "path": path, "header": {k: str(v) for k, v in header.items()},
+            self.sending = {"local_step": trainer.step, "exact": delta, "path": path,
+                            "header": {k: str(v) for k, v in header.items()},
                             "tokens": trainer.tokens, "began": time.monotonic()}
             self.wake.notify()
+        if not self.ahead:
+            self.look_ahead()
+            if self.ahead:
+                set_tensors(self.tensors, {k: self.baseline[k] - v for k, v in delta.items()})
+
+    def coded(self, sending: dict) -> dict:
+        """`sending` with what is stored of it and what readers make of that, instead of the exact
+        delta: by the background thread, or by the training thread if it needs it before."""
+        with self.coding:
+            if "exact" in sending:
+                sending["stored"] = encode(sending["exact"], self.settings["codec"])
+                sending["delta"] = decode(sending["stored"], self.shapes, self.settings["codec"])
+                del sending["exact"]
+        return sending
 
     def crowded(self, now: float, last: bool) -> bool:
         """Whether a commit now would be more than this node's share. How many share is known once
@@ -1499,7 +1555,7 @@ class DumbDiLoCo:
             if done:
                 self.done = self.sending = None
         if done:
-            for k, v in done["delta"].items():
+            for k, v in self.coded(done)["delta"].items():
                 self.baseline[k] -= v
             self.sent.append((done["local_step"], done["delta"]))
             steps = done["local_step"] - self.last_sent
@@ -1542,10 +1598,11 @@ class DumbDiLoCo:
         unsent = self.unsent(self.baseline)
         merged = self.merged_step(state)
         if merged > self.last_sent:     # an upload of this worker's process before has landed late:
-            unsent = {k: self.sending["delta"][k] if self.sending else torch.zeros_like(v)
-                      for k, v in unsent.items()}           # it did these steps
+            unsent = (self.coded(self.sending)["delta"] if self.sending else    # it did these steps
+                      {k: torch.zeros_like(v) for k, v in unsent.items()})
             trainer.step = self.last_sent = max(merged, trainer.step)
         self.sent = [(step, delta) for step, delta in self.sent if not self.covers(state, step)]
+        self.follow(new, state["outer_step"] - self.state["outer_step"])
         self.state, self.refusals, self.warned = state, books.get("refusals", 0), False
         self.rebase(new, unsent)
         trainer.emit("install", f"{trainer.progress()} | outer step {state['outer_step']}",
@@ -1610,6 +1667,7 @@ class DumbDiLoCo:
 
     def upload(self, sending: dict) -> dict:
         file, there = self.folder / "upload", self.folder / "own"
+        self.coded(sending)
         saved = self.patiently(lambda: save(sending["stored"], file, sending["header"]))
         result, tried = {**sending, "size": saved["size"]}, False
 

@@ -1603,9 +1603,10 @@ class LoopbackHub(ThreadingHTTPServer):
     """Enough of the Hub for huggingface_hub without Xet: model repos, LFS, atomic commits.
 
     `faults`: dicts with method, path (regexes), action (a status, "reset", "lose" the answer,
-    "corrupt", "hang") and count; the first that fits is used up by one.
+    "corrupt", "hang") and count; the first that fits is used up by one. `latency` (s a request) and
+    `rate` (bytes a second of one connection) make it far away.
     """
-    daemon_threads = True
+    daemon_threads, latency, rate = True, 0.0, math.inf
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -1645,6 +1646,7 @@ class Answer(BaseHTTPRequestHandler):
             self.send_header(k.replace("_", "-"), str(v))
         self.end_headers()
         if self.command != "HEAD":
+            time.sleep(len(body) / self.server.rate)
             self.wfile.write(body)
             self.server.bytes["out"] += len(body)
 
@@ -1658,6 +1660,7 @@ class Answer(BaseHTTPRequestHandler):
         path, query = unquote(url.path), parse_qs(url.query)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         hub.bytes["in"] += len(body)
+        time.sleep(hub.latency + len(body) / hub.rate)
         route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
         hub.counts[f"{self.command} {route}"] += 1
         for fault in hub.faults:
@@ -1802,10 +1805,11 @@ class Net(nn.Module):
 
 class Node:
     """A DumbDiLoCo without its thread: the test says when something is sent and seen."""
+    make = Net
 
     def __init__(self, transport, name="a", saved=None, threads=False, **settings):
         self.model, self.step, self.tokens, self.position, self.last_loss = (
-            Net(), 0, 0, 0, torch.tensor(1.0))
+            self.make(), 0, 0, 0, torch.tensor(1.0))
         self.stop_signal, self.events = None, []
         self.config = {"data": {"target_batch_size": 2}, "run": {"max_steps": 10**9}}
         self.work = {k: torch.zeros_like(v) for k, v in diloco.swarm_tensors(self.model).items()}
@@ -3047,6 +3051,25 @@ def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
         assert requests(a.node.look_once)[0] == 4, hub.counts
         a.node.take_results(a)
         master.waiting()
+
+
+def test_bytes_of_a_worker_and_round_are_counted_at_the_hub(hub, remote, monkeypatch):
+    """Both ways together: at most 1.2 bytes per parameter in int4."""
+    monkeypatch.setattr(Node, "make", lambda self: nn.Linear(1024, 1024))
+    master = diloco.MasterOuterLoop(remote, {**SWARM, "codec": "int4"},
+                                    diloco.swarm_tensors(nn.Linear(1024, 1024)), {"config": {}},
+                                    log=lambda line: None)
+    a, size = Node(remote, codec="int4"), 1024 * 1025
+    for _ in range(3):
+        hub.bytes.clear()
+        a.train()
+        a.send()
+        sent = hub.bytes.total()
+        master.sync_once()
+        hub.bytes.clear()
+        a.see()
+        assert sent < 0.57 * size and sent + hub.bytes.total() < 1.2 * size
+    assert a.node.state["outer_step"] == 3
 
 
 def test_a_squash_is_survived(hub, remote):

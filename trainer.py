@@ -1063,7 +1063,8 @@ class Trainer:
     nodes here) or a DataLoader of yours. hooks: callables given (event, payload) for each line of
     metrics.jsonl. coordinator: an object with start(trainer), after_step(trainer), finish(trainer),
     state_dict() and load_state_dict(state), called before the first step, after each optimizer
-    step, at the end, and with each checkpoint; it may change weights and `step`.
+    step, at the end, and with each checkpoint; it may change weights and `step`. If it has them,
+    the learning rate is that of schedule_step(step), times lr_scale(step).
 
     Raises ValueError or OSError at once for what cannot be trained or resumed, TrainingError later.
     """
@@ -1264,6 +1265,12 @@ class Trainer:
             return self.forward_backward(microbatches)
         return total
 
+    def learning_rate(self) -> float:
+        def coordinated(name, otherwise):
+            return getattr(self.coordinator, name, lambda step: otherwise)(self.step)
+        return (self.config["optimizer"]["lr"] * coordinated("lr_scale", 1.0)
+                * lr_factor(coordinated("schedule_step", self.step), self.config["scheduler"]))
+
     def zero_grad(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -1390,9 +1397,7 @@ class Trainer:
         window_steps = window_tokens = 0
         self.model.train()
         while self.step < run["max_steps"] and not self.stop_signal:
-            lr = c["optimizer"]["lr"] * lr_factor(self.step, c["scheduler"])
-            if coordinator:
-                lr *= coordinator.lr_scale(self.step)
+            lr = self.learning_rate()
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
