@@ -203,7 +203,7 @@ def resolve(key: str) -> tuple[str, str]:
                          f"write the section")
     if not found:
         names = ({full.split(".")[1]: full for full in reversed(every)}
-                 | {full: full for full in every})
+                 | {full: full for full in every} | {"config": "config"})
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
         raise ValueError(f"--{key} is not a setting; the nearest is --{names[near[0]]} "
                          f"(--help lists all)")
@@ -251,7 +251,14 @@ def load_config(argv: list[str], published: dict | None = None,
         if section == "model" and value != pretrained["model"].get(key, value):
             raise ValueError(f"--model.{key}={text}: model.init_from has "
                              f"{pretrained['model'][key]}")
+    if published and config["data"]["tokenizer"] and ("data", "tokenizer") not in given:
+        # the hub holds it
+        config["data"]["tokenizer"] = config["distributed"]["hub"].removeprefix("file://")
     config["run"]["name"] = config["run"]["name"] or name
+    other = [key for section, key, _ in flags
+             if section in ("model", "data", "optimizer", "scheduler") or key == "max_steps"]
+    if other and not any(key == "expected_loss" for _, key, _ in flags):
+        config["run"]["expected_loss"] = 0.0        # that was of the config as it is
     return derive(config)
 
 
@@ -320,6 +327,8 @@ def derive(config: dict) -> dict:
         check(config[section][key] >= 1, f"{full}={config[section][key]} must be at least 1")
     check(all(beta < 1 for beta in optimizer["betas"]),
           f"optimizer.betas={optimizer['betas']} must be below 1")
+    momentum = config["distributed"]["outer_momentum"]
+    check(momentum < 1, f"distributed.outer_momentum={momentum} must be below 1")
     check(model["dropout"] < 1, f"model.dropout={model['dropout']} must be below 1")
     check(scheduler["min_lr_ratio"] <= 1,
           f"scheduler.min_lr_ratio={scheduler['min_lr_ratio']} must be at most 1")

@@ -173,7 +173,8 @@ def load_coded(file: Path, shapes: dict):
 
 
 class NesterovOuterOptimizer:
-    """Outer step over named tensors, with a part f = n / K of the active nodes contributing.
+    """Outer step over named tensors, with a part f = n / K of the nodes contributing; those count
+    that are at work or have finished.
 
         mu  = momentum * min(1, (outer_step + 1) / warmup)      warmup 0: constant
         buf = mu**f * buf + g
@@ -369,9 +370,9 @@ class FolderTransport:
             twins = twins_of(add)
             try:
                 for path, content in add.items():
-                    if path in twins:
+                    try:
                         os.link(self.own / staged[twins[path]], self.own / staged[path])
-                    else:
+                    except (KeyError, OSError):     # no twin, or no links here
                         self.write(self.own / staged[path], content)
             except OSError:
                 for leftover in self.own.glob("staged_*"):
@@ -557,8 +558,9 @@ def parse_state(content: bytes) -> dict:
     def like(values: dict, kinds: dict) -> bool:
         return all(isinstance(values[k], kind) for k, kind in kinds.items())
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        state = json.loads(content)
-        books = MasterOuterLoop.new_books()
+        state, books = json.loads(content), MasterOuterLoop.new_books()
+        # an older master kept no gaps
+        state["nodes"] = {n: {"gaps": [], **entry} for n, entry in state["nodes"].items()}
         kinds = {k: (float, int, type(None)) if k == "loss" else (float, int)
                  if isinstance(v, float) else type(v) for k, v in books.items()}
         if (like(state, {"outer_step": int, "run_id": str, "progress": int, "nodes": dict,
@@ -568,8 +570,11 @@ def parse_state(content: bytes) -> dict:
                 and all(like(entry, kinds) for entry in state["nodes"].values())
                 and all(like(r, {"number": int, "local_step": int, "reason": str})
                         for entry in state["nodes"].values() for r in entry["refused"])
+                and all(isinstance(a + b, int)
+                        for entry in state["nodes"].values() for a, b in entry["gaps"])
                 and 0 <= state["outer_step"] < 10 ** 12 and 0 <= state["progress"] < 10 ** 15
-                and 0 <= state.setdefault("momentum", 0.0) < math.inf):
+                and 0 <= state.setdefault("momentum", 0.0) < 1
+                and isinstance(state.setdefault("buffers", []), list)):
             return state
     raise Refused(f"{STEP} is not what a master of this program writes")
 
@@ -602,10 +607,10 @@ BEGIN = "<!-- swarm: from here to the closing mark the master writes; the rest i
 END = "<!-- swarm: end -->"
 
 
-def page_of(old: str, hub: str, state: dict, weights: dict, license: str) -> str:
+def page_of(old: str, settings: dict, state: dict, weights: dict, exported: bool) -> str:
     """README.md of the repository, a model card: `old` with the marked part made new, or a new one
     if it is empty."""
-    c, name = state["config"], hub.rstrip("/").split("/")[-1]
+    c, hub, license = state["config"], settings["hub"], settings["license"]
     of = {section: c.get(section, {}) for section in ("run", "model", "data")}
     val = f", validation loss {state['val_loss']:.4f}" if "val_loss" in state else ""
     seen = {node: time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry["last_seen"]))
@@ -613,7 +618,7 @@ def page_of(old: str, hub: str, state: dict, weights: dict, license: str) -> str
     part = "\n".join([
         BEGIN, f"A model of {sum(v.numel() for v in weights.values()):,} parameters "
         f"(`{of['model'].get('name')}`), trained on `{of['data'].get('path')}` by a swarm of "
-        f"{len(state['nodes'])} nodes that share what they learn through this repository.", "",
+        f"{len(state['nodes'])} node(s) that share what they learn through this repository.", "",
         f"**Outer step {state['outer_step']:,}, step {state['progress']:,} of "
         f"{of['run'].get('max_steps', 0):,}**, "
         f"{sum(entry['tokens'] for entry in state['nodes'].values()):,} tokens{val}.", "",
@@ -624,16 +629,16 @@ def page_of(old: str, hub: str, state: dict, weights: dict, license: str) -> str
         "To join, with a token in HF_TOKEN that may write here:", "", "```",
         f"python worker.py --hub={hub} --node-id=NAME", "```", END])
     if not old.strip():
-        head = ["---", *([f"license: {license}"] if license else []),
-                "pipeline_tag: text-generation", "library_name: transformers",
-                "tags:", "- text-generation", "- dumbdiloco", "- distributed-training", "---",
-                f"# {name}", "", part, ""]
-        return "\n".join(head)
+        return "\n".join([
+            "---", *([f"license: {license}"] if license else []), "pipeline_tag: text-generation",
+            *(["library_name: transformers"] if exported else []),
+            "tags:", "- text-generation", "- dumbdiloco", "- distributed-training", "---",
+            f"# {hub.rstrip('/').split('/')[-1]}", "", part, ""])
     before, begin, rest = old.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
         return before + part + after
-    return f"{old.rstrip()}\n\n{part}\n"
+    return f"{old.replace(BEGIN, '').rstrip()}\n\n{part}\n"
 
 
 def read_state(transport, failed=say, stopped=lambda: False, version=None):
@@ -729,6 +734,7 @@ def check_delta(file, shapes: dict, limit: int) -> dict:
         numbers = {k: int(header[k]) for k in ("local_step", "base_outer_step", "steps", "tokens")}
         numbers["first_step"] = int(header.get("first_step",
                                                numbers["local_step"] - numbers["steps"]))
+        numbers["again"] = int(header.get("again", 0))
         floats = {"loss": float(header["loss"]), "seconds": float(header.get("seconds", 0))}
         strings = [header[k] for k in ("run_id", "node_id", "incarnation")]
         names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
@@ -809,8 +815,11 @@ class MasterOuterLoop:
                 lambda: self.transport.read(HISTORY, self.version))[1] or b""
         self.shapes = shapes_of(self.weights)
         self.commits = deque((line["time"] for line in rounds_of(self.history)), maxlen=1024)
+        more = dict(self.files)
+        if "config.json" in more and not changed:
+            more[MODEL] = self.folder / WEIGHTS
         self.publish({**self.state, **published, "master": os.urandom(4).hex()}, changed,
-                     self.history, more=self.files)
+                     self.history, more=more)
         self.log(f"master   at outer step {self.state['outer_step']} of run "
                  f"{self.state['run_id']}: waiting for deltas")
 
@@ -832,9 +841,13 @@ class MasterOuterLoop:
         if not self.draw or time.monotonic() - self.page_at < PAGE_EVERY and not over:
             return {}
         old = (self.transport.read(PAGE, self.version)[1] or b"").decode(errors="replace")
-        return {PAGE: page_of(old, self.settings["hub"], state, self.weights,
-                              self.settings["license"]).encode(),
-                CURVE: self.draw(curves_of(rounds_of(history))).encode()}
+        try:
+            return {PAGE: page_of(old, self.settings, state, self.weights,
+                                  "config.json" in self.files).encode(errors="replace"),
+                    CURVE: self.draw(curves_of(rounds_of(history))).encode()}
+        except Exception as e:      # numbers from nodes: no round stops for a picture of them
+            self.log(f"notice   no new {PAGE}: {type(e).__name__} {e}")
+            return {}
 
     def publish(self, state: dict, changed: dict, history: bytes, delete=(), more={}):
         """Put a new state out in one commit. Raises Refused if the one there is not the one this
@@ -853,11 +866,13 @@ class MasterOuterLoop:
                  "finished": 0 < self.settings["max_outer_steps"] <= state["outer_step"]}
         content = add[STEP] = json.dumps(state, indent=1).encode()
 
+        page, paged = {}, True
+
         def commit():
+            nonlocal page, paged
             for pause in (0.0, 0.0, 0.2, 1.0, 5.0):
                 try:
-                    page = {}
-                    page = self.page(state, history)
+                    page = self.page(state, history) if paged else {}
                     self.version = self.transport.commit({**add, **page}, sorted(delete),
                                                          self.version,
                                                          f"outer step {state['outer_step']}")
@@ -866,8 +881,8 @@ class MasterOuterLoop:
                 except Refused as e:
                     if not page:
                         raise
-                    self.log(f"notice   there will be no {PAGE}: {e}")
-                    self.draw = None
+                    self.log(f"notice   {PAGE} stays as it is: {e}")
+                    paged, self.page_at = False, time.monotonic()
                     continue
                 # the head has moved, or an answer was lost: look first
                 except (Conflict, Unavailable) as e:
@@ -1020,7 +1035,7 @@ class MasterOuterLoop:
 
     @staticmethod
     def new_books() -> dict:
-        return {"incarnation": "", "local_step": 0, "steps": 0, "lost": 0, "tokens": 0,
+        return {"incarnation": "", "local_step": 0, "steps": 0, "lost": 0, "gaps": [], "tokens": 0,
                 "loss": None, "outer_step": 0, "base_outer_step": 0, "seconds": 0.0,
                 "final": False, "last_seen": 0.0, "refusals": 0, "refused": []}
 
@@ -1048,12 +1063,16 @@ class MasterOuterLoop:
             before = entry["local_step"]
             if local_step <= before:
                 raise ValueError(f"a replay: step {before} is merged already")
+        else:
+            entry["gaps"] = []
         gap = local_step - d["steps"] - before
         if gap < 0:
             entry["lost"] += local_step - before
             entry |= {"incarnation": d["incarnation"], "local_step": local_step}
             raise ValueError(f"of {d['steps']} steps, {-gap} of which are not new")
-        entry["lost"] += gap                    # what was sent in between did not come or was bad
+        if gap:     # what was sent in between did not come, or was bad; the node may send it again
+            entry["lost"] += gap
+            entry["gaps"] = [*entry["gaps"][-19:], [before, before + gap]]
         # From here on the node's work is booked: as merged, or as lost.
         entry |= {"incarnation": d["incarnation"], "local_step": local_step, "loss": d["loss"],
                   "seconds": d["seconds"], "final": d.get("final") == "True",
@@ -1074,11 +1093,13 @@ class MasterOuterLoop:
             scale *= min(1.0, ratio * statistics.median(norms) / max(norm, 1e-30))
         for k, g in total.items():
             g.add_(delta[k], alpha=scale)
-        entry["steps"] += d["steps"]
+        again = min(d["again"], entry["lost"])      # reported lost, and in this delta
+        entry["lost"] -= again
+        entry["steps"] += d["steps"] + again
         entry["tokens"] += d["tokens"]
-        return {"node": node, **{k: d[k] for k in ("local_step", "base_outer_step", "steps",
-                                                   "tokens", "loss")},
-                "norm": norm * scale, "bytes": size}
+        return {"node": node, **{k: d[k] for k in ("local_step", "base_outer_step", "tokens",
+                                                   "loss")},
+                "steps": d["steps"] + again, "norm": norm * scale, "bytes": size}
 
     def outer_step(self, total: dict, among: int, contributors: int):
         """New (weights, momentum, residual) and the coded update, from the sum of all deltas. The
@@ -1159,8 +1180,12 @@ def active_nodes(books: dict, outer_step: int) -> set:
 
 
 def members(books: dict, outer_step: int) -> set:
-    """Nodes that are at work or have finished: those among which a round is averaged."""
-    return active_nodes(books, outer_step) | {node for node in books if books[node]["final"]}
+    """Nodes among which a round is averaged: those at work, and those who have finished and are
+    still ahead of them."""
+    active = active_nodes(books, outer_step)
+    front = max((books[node]["local_step"] for node in active), default=0)
+    return active | {node for node, entry in books.items()
+                     if entry["final"] and entry["local_step"] >= front}
 
 
 def may_commit(settings: dict, transport, books: dict, times, now: float, last=False) -> bool:
@@ -1271,6 +1296,8 @@ class DumbDiLoCo:
         self.ramp = False               # whether that was in the middle of a run
         self.pushes = deque(maxlen=1024)         # when the last deltas were sent
         self.sent = []                  # [(local step, decoded delta)], uploaded and not in G
+        self.steps = {}                 # {local step: (steps, tokens)} of those
+        self.again = (0, 0)             # (steps, tokens) that were lost, and are unsent again
         self.sending = None             # the delta on its way: {"local_step", "delta", ...}
         self.done, self.failed = None, None     # results of the background thread
         self.arrived = None             # (state, weights) of a newer global model
@@ -1380,14 +1407,15 @@ class DumbDiLoCo:
         self.rebase(new, unsent)
 
     def schedule_step(self, step: int) -> float:
-        """The step whose learning rate counts: the mean of all nodes at work or done, as far as the
-        books know, and this node's steps since. So all nodes decay together, with the tokens of the
-        swarm, however fast each is."""
-        books, known = self.state["nodes"], members(self.state["nodes"], self.state["outer_step"])
-        if self.node_id not in known:
+        """The step whose learning rate counts: the mean of all nodes as far as the books know, but
+        for those not half as far as the first, and this node's steps since. So all decay together,
+        with the tokens of the swarm, however fast each is."""
+        books, mine = self.state["nodes"], self.merged_step(self.state)
+        if not mine:
             return step
-        return max(0.0, step + statistics.mean(books[node]["local_step"] for node in known)
-                   - books[self.node_id]["local_step"])
+        others = members(books, self.state["outer_step"]) - {self.node_id}
+        steps = [mine, *(books[node]["local_step"] for node in others)]
+        return step - mine + statistics.mean(s for s in steps if 2 * s >= max(steps))
 
     def lr_scale(self, step: int) -> float:
         """A node that has joined a running swarm has cold Adam moments: it takes small steps
@@ -1424,6 +1452,9 @@ class DumbDiLoCo:
         for thread in self.threads:
             thread.join(timeout=10)
         self.take_results(trainer)
+        if self.ahead:          # what is evaluated and saved now is not
+            self.velocity = {}
+            self.rebase(self.G, self.unsent(self.baseline))
 
     # the steps of the algorithm
 
@@ -1471,9 +1502,11 @@ class DumbDiLoCo:
         """The velocity, outer_lr * buf, from how far G has moved: a round with all nodes moves it
         by u = outer_lr * (g + mu * buf), and g = buf - mu * (buf before)."""
         mu = self.state["momentum"]
-        for _ in range(min(rounds, 20) if mu else 0):
-            self.velocity = {k: ((self.G[k] - new[k]) / rounds + mu * self.velocity.get(k, 0.0))
-                             / (1 + mu) for k in new if k not in self.state.get("buffers", ())}
+        if mu and rounds > 0:       # that, round after round
+            kept = (mu / (1 + mu)) ** rounds
+            self.velocity = {k: kept * self.velocity.get(k, 0.0)
+                             + (1 - kept) * (self.G[k] - new[k]) / rounds
+                             for k in new if k not in self.state["buffers"]}
 
     def push(self, trainer, last=False):
         """Hand baseline - weights to the background thread, unless one is on its way or the master
@@ -1499,7 +1532,8 @@ class DumbDiLoCo:
                   "incarnation": self.incarnation, "local_step": trainer.step,
                   "base_outer_step": self.state["outer_step"],
                   "steps": trainer.step - self.last_sent, "first_step": self.first_step,
-                  "tokens": trainer.tokens - self.tokens_sent,
+                  "tokens": trainer.tokens - self.tokens_sent + self.again[1],
+                  "again": self.again[0],
                   "loss": float(trainer.last_loss), "seconds": self.loop,
                   "final": last or trainer.step >= trainer.config["run"]["max_steps"],
                   "codec": self.settings["codec"]}
@@ -1507,7 +1541,8 @@ class DumbDiLoCo:
         with self.wake:
             self.sending = {"local_step": trainer.step, "exact": delta, "path": path,
                             "header": {k: str(v) for k, v in header.items()},
-                            "tokens": trainer.tokens, "began": time.monotonic()}
+                            "tokens": trainer.tokens, "again": self.again,
+                            "began": time.monotonic()}
             self.wake.notify()
         if not self.ahead:
             self.look_ahead()
@@ -1558,13 +1593,15 @@ class DumbDiLoCo:
             for k, v in self.coded(done)["delta"].items():
                 self.baseline[k] -= v
             self.sent.append((done["local_step"], done["delta"]))
-            steps = done["local_step"] - self.last_sent
+            steps, header = done["local_step"] - self.last_sent, done["header"]
+            self.steps[done["local_step"]] = steps + done["again"][0], int(header["tokens"])
+            self.again = tuple(a - b for a, b in zip(self.again, done["again"]))
             self.last_sent, self.tokens_sent = done["local_step"], done["tokens"]
             size, seconds = done.get("size", 0), time.monotonic() - done["began"]
             trainer.emit("push", f"{trainer.progress()} | {steps} steps | {size / 1e6:.1f} MB | "
                          f"{seconds:.1f} s",
                          step=done["local_step"],
-                         base_outer_step=int(done["header"]["base_outer_step"]),
+                         base_outer_step=int(header["base_outer_step"]),
                          steps=steps, bytes=size, seconds=seconds)
         if arrived:
             self.install(trainer, *arrived)
@@ -1580,6 +1617,15 @@ class DumbDiLoCo:
         """The local step up to which `state` holds the work of this incarnation."""
         books = state["nodes"].get(self.node_id, {})
         return books["local_step"] if books.get("incarnation") == self.incarnation else 0
+
+    def lost(self, state: dict) -> list:
+        """Those of `sent` that the master has missed when it merged a later one: it takes them no
+        more, so they can go out again with the next delta."""
+        books = state["nodes"].get(self.node_id, {})
+        gaps = books["gaps"] if books.get("incarnation") == self.incarnation else ()
+        refused = self.refused(state)
+        return [(step, delta) for step, delta in self.sent if step in self.steps
+                and step not in refused and any(a < step <= b for a, b in gaps)]
 
     def covers(self, state: dict, local_step: int) -> bool:
         """Whether `state` has merged, or refused, this node's delta of that step."""
@@ -1601,7 +1647,11 @@ class DumbDiLoCo:
             unsent = (self.coded(self.sending)["delta"] if self.sending else    # it did these steps
                       {k: torch.zeros_like(v) for k, v in unsent.items()})
             trainer.step = self.last_sent = max(merged, trainer.step)
+        for step, delta in self.lost(state):
+            unsent = {k: v + delta[k] for k, v in unsent.items()}
+            self.again = tuple(map(sum, zip(self.again, self.steps[step])))
         self.sent = [(step, delta) for step, delta in self.sent if not self.covers(state, step)]
+        self.steps = {step: self.steps[step] for step, _ in self.sent if step in self.steps}
         self.follow(new, state["outer_step"] - self.state["outer_step"])
         self.state, self.refusals, self.warned = state, books.get("refusals", 0), False
         self.rebase(new, unsent)
@@ -1659,6 +1709,8 @@ class DumbDiLoCo:
     def look(self, version=None):
         """Fetch the global model if it is a newer one, or refuses something of ours."""
         def wanted(state):
+            if state["run_id"] != self.state["run_id"]:
+                raise Refused("this hub holds another run now; start the worker again to join it")
             return (state["outer_step"] > self.state["outer_step"] or self.refused(state)
                     or state["finished"] != self.state["finished"])
         self.arrived = read_global(

@@ -43,11 +43,10 @@ def prepare(argv):
         return print(status(hub))
     _, content = retry(lambda: hub.read(STEP))
     if content is not None:     # it holds a run: its settings count, and flags that were given
-        given = config["data"]["tokenizer"]
         config = load_config(argv, parse_state(content)["config"])
+        if config["model"]["init_from"]:
+            print("notice   this hub holds a run: it goes on, model.init_from is not read")
         config["model"]["init_from"] = ""
-        if config["data"]["tokenizer"] and not given:
-            config["data"]["tokenizer"] = settings["hub"].removeprefix("file://")
     elif config["model"]["init_from"]:
         config = load_config(argv, pretrained=pretrained_config(config["model"]))
     _, data = build_data(config)

@@ -15,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import re
 
 import torch
 import torch.nn as nn
@@ -396,17 +397,32 @@ def fill_tied_head(module, state_dict, prefix, *_):
 def pretrained_file(source: str, name: str) -> str:
     """The path of a file of a folder or Hub repo. Raises FileNotFoundError if it has none, OSError
     for trouble on the way."""
+    path, said = os.path.join(source, name), f"model.init_from={source}"
     if os.path.isdir(source):
-        if not os.path.exists(os.path.join(source, name)):
-            raise FileNotFoundError(f"model.init_from={source}: no {name} there")
-        return os.path.join(source, name)
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{said}: no {name} there")
+        return path
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
+        raise FileNotFoundError(f"{said}: no such folder, and no user/name of a Hub repo")
     from huggingface_hub import errors, hf_hub_download
     try:
         return hf_hub_download(source, name)
-    except errors.EntryNotFoundError:
-        raise FileNotFoundError(f"model.init_from={source}: no {name} there") from None
+    except errors.RemoteEntryNotFoundError:
+        raise FileNotFoundError(f"{said}: no {name} there") from None
     except Exception as e:  # the network has many ways to fail
-        raise OSError(f"model.init_from={source}: {' '.join(str(e).split())[:200]}") from e
+        raise OSError(f"{said}: {' '.join(str(e).split())[:200]}") from e
+
+
+def pretrained_json(source: str, name: str, read):
+    """read(content) of a JSON file of a checkpoint. Raises ValueError for what is not as it ought
+    to be, and like pretrained_file."""
+    with open(pretrained_file(source, name), encoding="utf-8") as f:
+        try:
+            return read(json.load(f))
+        except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError, IndexError,
+                RecursionError) as e:
+            raise ValueError(f"model.init_from={source}: {name} is not that of a Llama-family "
+                             f"model: {type(e).__name__} {e}") from None
 
 
 def pretrained_config(c: dict) -> dict:
@@ -417,49 +433,58 @@ def pretrained_config(c: dict) -> dict:
     name of a setting that ReferenceTransformer cannot represent, OSError if it cannot be read.
     """
     source = c["init_from"]
-    try:
-        with open(pretrained_file(source, "config.json"), encoding="utf-8") as f:
-            hf = json.load(f)
+
+    def read(hf):
         vocab, layers, heads, width, ff = (int(hf[k]) for k in (
             "vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size",
             "intermediate_size"))
-        # transformers 5 keeps the base and the scaling together
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        family, positions = hf["model_type"], int(hf.get("max_position_embeddings", 2048))
+        # transformers 5 keeps base and scaling together, and lets an older rope_scaling win
+        together = hf.get("rope_parameters") or {}
+        rope = hf.get("rope_scaling") or together
+        base = rope.get("rope_theta", hf.get("rope_theta", together.get("rope_theta", 10000.0)))
         kind = rope.get("rope_type", rope.get("type", "default"))
-        qwen, bias = hf.get("model_type") == "qwen2", hf.get("attention_bias", False)
-        scaling = {"linear": lambda: (rope["factor"], 1, 4, 0), "llama3": lambda: (
-            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"],
-            rope["original_max_position_embeddings"])}.get(kind, lambda: DEFAULTS["rope_scaling"])()
-        ours = dict(vocab_size=vocab, n_layer=layers, n_head=heads, d_model=width, d_ff=ff,
-                    block_size=min(c["block_size"], int(hf.get("max_position_embeddings", 2048))),
-                    n_kv_head=int(hf.get("num_key_value_heads") or heads),
-                    head_dim=int(hf.get("head_dim") or width // heads),
-                    tie_weights=hf.get("tie_word_embeddings", False),
-                    attention_bias="qkv" if qwen else "qkvo" if bias else "none",
-                    mlp_bias=hf.get("mlp_bias", False), rope_scaling=tuple(map(float, scaling)),
-                    rope_base=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
-                    norm_eps=float(hf.get("rms_norm_eps", 1e-6)))
-    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as e:
-        raise ValueError(f"model.init_from={source}: config.json is not that of a Llama-family "
-                         f"model: {type(e).__name__} {e}") from e
-    window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
-    for holds, what in (
-            (hf.get("model_type") in ("llama", "mistral", "qwen2"),
-             f"model_type={hf.get('model_type')}"),
-            (hf.get("hidden_act", "silu") == "silu", f"hidden_act={hf.get('hidden_act')}"),
-            (kind in ("default", "linear", "llama3"), f"rope type {kind}"),
-            (rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) == 1.0,
-             "partial_rotary_factor"),
-            (not window or window >= ours["block_size"],
-             f"sliding_window={window} below model.block_size={ours['block_size']}"),
-            (not hf.get("quantization_config"), "quantization_config")):
-        if not holds:
-            raise ValueError(f"model.init_from={source}: {what} is more than the reference "
-                             f"transformer can be")
-    try:
-        tokenizer = source if vocab != 256 and pretrained_file(source, "tokenizer.json") else ""
+        scaling = {
+            "linear": lambda: (rope["factor"], 1, 4, 0),
+            "llama3": lambda: (rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"],
+                               rope.get("original_max_position_embeddings", positions)),
+        }.get(kind, lambda: DEFAULTS["rope_scaling"])()
+        window = (hf.get("sliding_window")
+                  if hf.get("use_sliding_window", family != "qwen2") else None)
+        block_size = min(c["block_size"], positions)
+        partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
+        for holds, what in (
+                (family in ("llama", "mistral", "qwen2"), f"model_type={family}"),
+                (hf.get("hidden_act", "silu") in ("silu", "swish"),
+                 f"hidden_act={hf.get('hidden_act')}"),
+                (kind in ("default", "linear", "llama3"), f"rope type {kind}"),
+                (partial == 1.0, f"partial_rotary_factor={partial}"),
+                (window is None or int(window) >= block_size,
+                 f"sliding_window={window} below model.block_size={block_size}"),
+                (not hf.get("quantization_config"), "quantization_config"),
+                (float(base) > 0, f"rope_theta={base}")):
+            if not holds:
+                return f"{what} is more than the reference transformer can be"
+        bias = hf.get("attention_bias", False) and family == "llama"
+        return dict(
+            vocab_size=vocab, n_layer=layers, n_head=heads, d_model=width, d_ff=ff,
+            block_size=block_size, n_kv_head=int(hf.get("num_key_value_heads") or heads),
+            head_dim=int(hf.get("head_dim") or width // heads),
+            tie_weights=hf.get("tie_word_embeddings", False) is True,
+            attention_bias="qkv" if family == "qwen2" else "qkvo" if bias else "none",
+            mlp_bias=hf.get("mlp_bias", False) is True, rope_base=float(base),
+            rope_scaling=tuple(map(float, scaling)), norm_eps=float(hf.get("rms_norm_eps", 1e-6)))
+
+    ours = pretrained_json(source, "config.json", read)
+    if isinstance(ours, str):
+        raise ValueError(f"model.init_from={source}: {ours}")
+    try:        # a model of bytes, as export() writes it, has one that is no news
+        merges = pretrained_json(source, "tokenizer.json", lambda t: t["model"].get("merges"))
+        tokenizer = "" if ours["vocab_size"] == 256 and not merges else source
     except FileNotFoundError:
         tokenizer = ""
+        print(f"notice   model.init_from={source}: no tokenizer.json there, text is read as bytes",
+              flush=True)
     return {"model": ours, "data": {"tokenizer": tokenizer}}
 
 
@@ -469,29 +494,35 @@ def load_pretrained(model, source: str):
     ValueError if they are not exactly its own, OSError if they cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
-    own, seen = model.state_dict(), set()
+    own, said = model.state_dict(), f"model.init_from={source}"
+    missing = set(own)
     try:
-        with open(pretrained_file(source, "model.safetensors.index.json"), encoding="utf-8") as f:
-            names = sorted(set(json.load(f)["weight_map"].values()))
+        names = pretrained_json(source, "model.safetensors.index.json",
+                                lambda index: sorted(set(index["weight_map"].values())))
     except FileNotFoundError:
         names = ["model.safetensors"]
     for name in names:
         try:
             tensors = load_file(pretrained_file(source, name))
         except SafetensorError as e:
-            raise ValueError(f"model.init_from={source}: {name}: {e}") from e
+            raise ValueError(f"{said}: {name}: {e}") from e
         for key, tensor in tensors.items():
             if key.endswith("rotary_emb.inv_freq"):     # older files have the angles, too
                 continue
             if key not in own or own[key].shape != tensor.shape:
                 place = f"not {tuple(own[key].shape)}" if key in own else "which has no place here"
-                raise ValueError(f"model.init_from={source}: {key} is {tuple(tensor.shape)}, "
-                                 f"{place}")
-            own[key].copy_(tensor)
-            seen.add(key)
-    tied = {"lm_head.weight"} if model.config["tie_weights"] else set()
-    if missing := own.keys() - seen - tied:
-        raise ValueError(f"model.init_from={source}: {min(missing)} is missing")
+                raise ValueError(f"{said}: {key} is {tuple(tensor.shape)}, {place}")
+            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+                raise ValueError(f"{said}: {key} is {tensor.dtype}, not a plain float type")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{said}: {key} holds numbers that are not finite")
+            if not (key == "lm_head.weight" and model.config["tie_weights"]):
+                own[key].copy_(tensor)
+            missing.discard(key)
+    if model.config["tie_weights"]:
+        missing.discard("lm_head.weight")
+    if missing:
+        raise ValueError(f"{said}: {min(missing)} is missing")
 
 
 def exported_files(model, tokenizer: dict, eos_token_id=None) -> dict:

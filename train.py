@@ -9,6 +9,7 @@ Train on this machine: CUDA, MPS or CPU.
     python train.py --help                   # every setting
 """
 import sys
+from pathlib import Path
 
 import torch
 
@@ -28,8 +29,9 @@ def main(argv):
         torch.manual_seed(run["seed"])  # the weights
         data = build_data(config)
         model = build_model(config["model"])
-        # what cannot be exported is said before the training
-        files = exported_files(model, *tokenizer_files(config)) if folder else {}
+        if folder:              # what cannot be exported is said before the training
+            files = exported_files(model, *tokenizer_files(config))
+            Path(folder).mkdir(parents=True, exist_ok=True)
         trainer = Trainer(model, config, *data)
     except (ValueError, OSError, TrainingError) as e:
         # a mistake of the user: one line. Anything else is ours, with its traceback

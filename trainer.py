@@ -236,24 +236,26 @@ def find_files(path: str, key: str) -> list[str]:
 
 
 def tokenizer_paths(name: str) -> list[Path]:
-    """tokenizer.json, and tokenizer_config.json if there is one, of a data.tokenizer.
-    Raises ValueError or OSError, in one line, if it has none."""
-    path = Path(name, "tokenizer.json") if os.path.isdir(name) else Path(name)
+    """tokenizer.json of a data.tokenizer, and what belongs to it and is there.
+    Raises ValueError or OSError, in one line, if there is none."""
+    path, more = Path(name), ["tokenizer_config.json", "chat_template.jinja"]
+    if path.is_dir():
+        path = path / "tokenizer.json"
     if not path.is_file():
         if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
             raise FileNotFoundError(f"data.tokenizer={name}: no tokenizer.json there; "
                                     f"give one, a folder that holds it, or user/name on the Hub")
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub.errors import RemoteEntryNotFoundError
         try:
             path = Path(hf_hub_download(name, "tokenizer.json"))
-            with contextlib.suppress(EntryNotFoundError):   # it comes to lie beside the other
-                hf_hub_download(name, "tokenizer_config.json")
+            for beside in more:     # they come to lie beside it
+                with contextlib.suppress(RemoteEntryNotFoundError):
+                    hf_hub_download(name, beside)
         except Exception as e:  # the network has many ways to fail
             raise OSError(f"data.tokenizer={name} is no file here, and the Hub does not give it: "
                           f"{one_line(e)[:200]}") from None
-    beside = path.with_name("tokenizer_config.json")
-    return [path, beside] if beside.is_file() else [path]
+    return [path] + [p for p in map(path.with_name, more) if p.is_file()]
 
 
 def load_tokenizer(name: str):
@@ -269,7 +271,8 @@ def load_tokenizer(name: str):
     try:
         content = path.read_bytes()
         tokenizer = Tokenizer.from_buffer(content)
-        eos = json.loads(beside[0].read_text("utf-8")).get("eos_token") if beside else None
+        eos = (json.loads(beside[0].read_text("utf-8")).get("eos_token")
+               if beside and beside[0].name == "tokenizer_config.json" else None)
         size = 1 + max(tokenizer.get_vocab().values())
     except Exception as e:  # tokenizers has many ways to fail
         raise ValueError(f"data.tokenizer={name} cannot be used: {one_line(e)[:200]}") from None
@@ -292,10 +295,11 @@ def fit_vocab(config: dict):
 
 
 def encode(config: dict, text: str) -> list[int]:
-    """Token ids of a text: its bytes, or what data.tokenizer makes of it."""
+    """Token ids of a prompt: its bytes, or what data.tokenizer makes of it, with the token that
+    starts a text if it puts one there (as transformers does with what is exported)."""
     if not config["data"]["tokenizer"]:
         return list(text.encode())
-    return load_tokenizer(config["data"]["tokenizer"])[0].encode(text, add_special_tokens=False).ids
+    return load_tokenizer(config["data"]["tokenizer"])[0].encode(text).ids
 
 
 def decode(config: dict, ids: list[int]) -> str:
@@ -765,7 +769,8 @@ def pick(logits, c: dict, generator) -> int:
     """A token by temperature, top_k and top_p (Holtzman et al., 2019), from logits (V,)."""
     if not c["temperature"]:
         return int(logits.argmax())
-    probs, order = torch.softmax(logits / c["temperature"], -1).sort(descending=True, stable=True)
+    probs = torch.softmax((logits - logits.max()) / c["temperature"], -1)
+    probs, order = probs.sort(descending=True, stable=True)
     if c["top_k"]:
         probs[c["top_k"]:] = 0
     probs[probs.cumsum(0) - probs >= c["top_p"] * probs.sum()] = 0      # the first one always stays
@@ -1036,7 +1041,7 @@ class AboveBar:
 def bar(first: int, total: int):
     """A progress bar in the last line of a terminal; None if stdout is none, or without tqdm."""
     drawn, out, error = None, sys.stdout, sys.stderr
-    if first < total and out.isatty() and os.environ.get("TERM") != "dumb":
+    if first < total and out and out.isatty() and os.environ.get("TERM") != "dumb":
         with contextlib.suppress(ImportError):
             from tqdm import tqdm       # comes with huggingface_hub
             drawn = tqdm(initial=first, total=total, file=out, dynamic_ncols=True,
@@ -1044,7 +1049,7 @@ def bar(first: int, total: int):
     if drawn is None or drawn.disable:  # by TQDM_DISABLE=1
         yield None
         return
-    above_error = AboveBar(error, drawn) if error.isatty() else error
+    above_error = AboveBar(error, drawn) if error and error.isatty() else error
     try:
         with (contextlib.redirect_stdout(AboveBar(out, drawn)),
               contextlib.redirect_stderr(above_error)):
@@ -1202,8 +1207,10 @@ class Trainer:
         theirs = {k: tuple(v.shape) for k, v in state["model"].items()}
         if ours != theirs:
             k = next(k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k))
+            source = state["config"]["model"].get("init_from")
             raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} "
-                             f"there, {ours.get(k, 'missing')} here")
+                             f"there, {ours.get(k, 'missing')} here"
+                             + f"; it was begun with --model.init_from={source}" * bool(source))
         self.model.load_state_dict(state["model"])
         if len(state["optimizers"]) != len(self.optimizers):
             raise ValueError(f"{path} was written with another optimizer.name")
@@ -1300,20 +1307,22 @@ class Trainer:
             line += f" | {val_loss / per_token:.4f} per byte"
         self.emit("eval", line, step=self.step, val_loss=val_loss, **payload)
         if self.config["run"]["sample"]:
-            self.print_sample(self.step == self.config["run"]["max_steps"])
+            try:
+                self.print_sample(self.step == self.config["run"]["max_steps"])
+            except TrainingError as e:      # the run itself is well
+                print(f"notice   {e}", flush=True)
 
     def print_sample(self, whole: bool):
-        """Continue run.sample, by at most 100 tokens if not the whole."""
+        """Continue run.sample, by at most 100 tokens if not the whole. Raises TrainingError."""
         count = self.config["sample"]["tokens"]
         try:
-            prompt = encode(self.config, self.config["run"]["sample"])
+            prompt = encode(self.config, self.config["run"]["sample"] or "\n")
             if max(prompt) >= self.config["model"]["vocab_size"]:
                 raise ValueError("the prompt is outside the vocabulary")
             ids = generate(self.model, prompt, self.config, count if whole else min(100, count))
             text = decode(self.config, ids)
-        except Exception as e:  # a model that wants labels, say; the run itself is well
-            print(f"notice   no sample: {type(e).__name__}: {e}", flush=True)
-            return
+        except Exception as e:  # a model that wants labels, say
+            raise TrainingError(f"no sample: {type(e).__name__}: {one_line(e)}") from e
         print(f"sample   {'-' * 60}\n{text}\n{'-' * 69}", flush=True)
 
     def refuse_not_finite(self):

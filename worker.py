@@ -23,11 +23,8 @@ def prepare(argv):
     config = load_config(argv)
     hub = open_hub(config["distributed"]["hub"])
     node = DumbDiLoCo(hub, config["distributed"]["node_id"], config["distributed"])
-    given = config["data"]["tokenizer"]
     config = load_config(argv, read_state(hub)[1]["config"])
     node.settings, run = config["distributed"], config["run"]
-    if config["data"]["tokenizer"] and not given:       # the hub holds it
-        config["data"]["tokenizer"] = node.settings["hub"].removeprefix("file://")
     folder = Path(run["output_dir"], run["name"], node.node_id)
     run["resume"] = run["resume"] or any(folder.glob("step_*.pt"))
     torch.manual_seed(run["seed"])
