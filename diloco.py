@@ -866,10 +866,11 @@ class MasterOuterLoop:
                  "finished": 0 < self.settings["max_outer_steps"] <= state["outer_step"]}
         content = add[STEP] = json.dumps(state, indent=1).encode()
 
-        page, paged = {}, True
+        paged = True
 
         def commit():
-            nonlocal page, paged
+            nonlocal paged
+            page = {}
             for pause in (0.0, 0.0, 0.2, 1.0, 5.0):
                 try:
                     page = self.page(state, history) if paged else {}
@@ -1492,8 +1493,7 @@ class DumbDiLoCo:
     def look_ahead(self):
         """While something is on its way, the baseline is where G will be when it is merged."""
         mu = self.state["momentum"]
-        if ((self.sent or self.sending) and mu and self.velocity and not self.ahead
-                and not self.settings["wait"]):
+        if (self.sent or self.sending) and mu and self.velocity and not self.ahead:
             self.ahead = True
             for k, v in self.velocity.items():
                 self.baseline[k] -= mu ** 2 * v     # the next step, but for its g
@@ -1502,7 +1502,7 @@ class DumbDiLoCo:
         """The velocity, outer_lr * buf, from how far G has moved: a round with all nodes moves it
         by u = outer_lr * (g + mu * buf), and g = buf - mu * (buf before)."""
         mu = self.state["momentum"]
-        if mu and rounds > 0:       # that, round after round
+        if mu and rounds > 0 and not self.settings["wait"]:     # that, round after round
             kept = (mu / (1 + mu)) ** rounds
             self.velocity = {k: kept * self.velocity.get(k, 0.0)
                              + (1 - kept) * (self.G[k] - new[k]) / rounds

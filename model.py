@@ -495,7 +495,8 @@ def load_pretrained(model, source: str):
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     own, said = model.state_dict(), f"model.init_from={source}"
-    missing = set(own)
+    tied = {"lm_head.weight"} if model.config["tie_weights"] else set()
+    missing = own.keys() - tied
     try:
         names = pretrained_json(source, "model.safetensors.index.json",
                                 lambda index: sorted(set(index["weight_map"].values())))
@@ -516,11 +517,9 @@ def load_pretrained(model, source: str):
                 raise ValueError(f"{said}: {key} is {tensor.dtype}, not a plain float type")
             if not tensor.isfinite().all():
                 raise ValueError(f"{said}: {key} holds numbers that are not finite")
-            if not (key == "lm_head.weight" and model.config["tie_weights"]):
+            if key not in tied:
                 own[key].copy_(tensor)
             missing.discard(key)
-    if model.config["tie_weights"]:
-        missing.discard("lm_head.weight")
     if missing:
         raise ValueError(f"{said}: {min(missing)} is missing")
 

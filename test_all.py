@@ -786,7 +786,8 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     (file,) = (tmp_path / "tokens").glob("*.npy")
     assert np.load(file).tolist() == [70000, 3] * 500 and np.load(file).dtype == np.uint32
     assert config["model"]["vocab_size"] == 70001 and train[0]["input_ids"].max() == 70000
-    assert trainer_module.decode(config, trainer_module.encode(config, "one two")) == "one two"
+    text = trainer_module.Text(config)
+    assert text.decode(text.encode("one two")) == "one two"
 
 
 def test_a_run_with_a_tokenizer_and_its_refusals(tmp_path, monkeypatch, capfd):

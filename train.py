@@ -21,11 +21,11 @@ from trainer import Trainer, TrainingError, build_data, plot, tokenizer_files
 def main(argv):
     try:
         config = load_config(argv)
-        run, folder = config["run"], config["run"]["export"]
-        if run["plot"]:
+        if config["run"]["plot"]:
             return print(f"plot     {plot(config)}")
         if config["model"]["init_from"]:
             config = load_config(argv, pretrained=pretrained_config(config["model"]))
+        run, folder = config["run"], config["run"]["export"]
         torch.manual_seed(run["seed"])  # the weights
         data = build_data(config)
         model = build_model(config["model"])

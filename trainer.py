@@ -259,18 +259,17 @@ def tokenizer_paths(name: str) -> list[Path]:
 
 
 def load_tokenizer(name: str):
-    """(tokenizer, size of its vocabulary, id of the token between documents or None, digest) of a
-    data.tokenizer. Raises ValueError or OSError, in one line, if it cannot be used."""
+    """(tokenizer, size of its vocabulary, id of the token between documents or None, its files) of
+    a data.tokenizer. Raises ValueError or OSError, in one line, if it cannot be used."""
     # else it warns when a DataLoader forks, which is harmless: those processes only read
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         from tokenizers import Tokenizer    # only here: bytes need no package
     except ImportError:
         raise ValueError(f"data.tokenizer={name} needs a package: pip install tokenizers") from None
-    path, *beside = tokenizer_paths(name)
+    path, *beside = paths = tokenizer_paths(name)
     try:
-        content = path.read_bytes()
-        tokenizer = Tokenizer.from_buffer(content)
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
         eos = (json.loads(beside[0].read_text("utf-8")).get("eos_token")
                if beside and beside[0].name == "tokenizer_config.json" else None)
         size = 1 + max(tokenizer.get_vocab().values())
@@ -281,32 +280,25 @@ def load_tokenizer(name: str):
     eos = eos.get("content") if isinstance(eos, dict) else eos
     ids = [tokenizer.token_to_id(token) for token in (eos, *SEPARATORS) if isinstance(token, str)]
     separator = next((i for i in ids if i is not None), None)
-    return tokenizer, size, separator, hashlib.blake2b(content, digest_size=8).hexdigest()
+    return tokenizer, size, separator, paths
 
 
-def fit_vocab(config: dict):
-    """Make model.vocab_size hold all of data.tokenizer, if there is one; more is padding.
-    Returns what load_tokenizer does, or None for bytes, and raises the same."""
-    if not config["data"]["tokenizer"]:
-        return None
-    loaded = load_tokenizer(config["data"]["tokenizer"])
-    config["model"]["vocab_size"] = max(config["model"]["vocab_size"], loaded[1])
-    return loaded
+class Text:
+    """Prompts as token ids and back: as bytes, or by data.tokenizer, which is read once."""
 
+    def __init__(self, config: dict):
+        name = config["data"]["tokenizer"]
+        self.tokenizer = load_tokenizer(name)[0] if name else None
 
-def encode(config: dict, text: str) -> list[int]:
-    """Token ids of a prompt: its bytes, or what data.tokenizer makes of it, with the token that
-    starts a text if it puts one there (as transformers does with what is exported)."""
-    if not config["data"]["tokenizer"]:
-        return list(text.encode())
-    return load_tokenizer(config["data"]["tokenizer"])[0].encode(text).ids
+    def encode(self, text: str) -> list[int]:
+        """With the token that starts a text if the tokenizer puts one there (as transformers does
+        with what is exported)."""
+        return self.tokenizer.encode(text).ids if self.tokenizer else list(text.encode())
 
-
-def decode(config: dict, ids: list[int]) -> str:
-    """The text of token ids. Ids that only pad the vocabulary have none."""
-    if not config["data"]["tokenizer"]:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-    return load_tokenizer(config["data"]["tokenizer"])[0].decode(ids, skip_special_tokens=False)
+    def decode(self, ids: list[int]) -> str:
+        """Ids that only pad the vocabulary have no text."""
+        return (self.tokenizer.decode(ids, skip_special_tokens=False) if self.tokenizer
+                else bytes(i for i in ids if i < 256).decode(errors="replace"))
 
 
 def pieces(path: str):
@@ -349,7 +341,8 @@ def tokenize(files: list[str], tokenizer, separator: int | None):
 def make_token_file(files: list[str], config: dict, loaded: tuple) -> str:
     """The .npy file of the tokens of text files, made once: its name is a hash of the tokenizer and
     of path, size and time of the files. Raises OSError or TrainingError."""
-    tokenizer, vocab_size, separator, digest = loaded
+    tokenizer, vocab_size, separator, (tokenizer_json, *_) = loaded
+    digest = hashlib.blake2b(tokenizer_json.read_bytes(), digest_size=8).hexdigest()
     stats = [(os.path.realpath(f), os.stat(f)) for f in files]
     stats = [(f, stat.st_size, stat.st_mtime_ns) for f, stat in stats if stat.st_size]
     total, folder = sum(size for _, size, _ in stats), Path(config["run"]["output_dir"], "tokens")
@@ -401,17 +394,16 @@ def open_tokens(config: dict, key: str, without=(), loaded=None):
         return Synthetic(config["model"]["vocab_size"])
     out = {os.path.realpath(f) for f in without}
     files = [f for f in find_files(path, key) if os.path.realpath(f) not in out]
-    texts = [f for f in files if not f.endswith((".bin", ".npy"))]
-    parts = files
-    if loaded and texts:
-        parts = [make_token_file(texts, config, loaded)]
-        parts += [f for f in files if f.endswith((".bin", ".npy"))]
+    texts, numbers = [], []
+    for f in files:
+        (numbers if f.endswith((".bin", ".npy")) else texts).append(f)
+    parts = [make_token_file(texts, config, loaded), *numbers] if loaded and texts else files
     tokens = Tokens([token_file(f) for f in parts])
     if not len(tokens):
         raise ValueError(f"data.{key}={path} is empty"
                          + (", validation data left out" if without else ""))
     tokens.sources = files
-    if len(texts) == len(files):
+    if not numbers:
         tokens.bytes_per_token = sum(map(os.path.getsize, files)) / len(tokens)
     return tokens
 
@@ -419,7 +411,10 @@ def open_tokens(config: dict, key: str, without=(), loaded=None):
 def build_data(config: dict) -> tuple[Dataset, Dataset]:
     """(training data, validation data), disjoint: data.val_path, or the last tenth of data.path.
     With a data.tokenizer model.vocab_size may grow: build the model after this."""
-    loaded = fit_vocab(config)
+    name, loaded = config["data"]["tokenizer"], None
+    if name:
+        loaded = load_tokenizer(name)
+        config["model"]["vocab_size"] = max(config["model"]["vocab_size"], loaded[1])
     count = config["run"]["eval_batches"] * config["data"]["micro_batch_size"]
     if config["data"]["val_path"]:
         val = open_tokens(config, "val_path", loaded=loaded)
@@ -430,7 +425,6 @@ def build_data(config: dict) -> tuple[Dataset, Dataset]:
     cut = len(both) - len(both) // 10
     return (Windows(both, 0, cut, config, "path"),
             Windows(both, cut, len(both), config, "path", count))
-
 
 
 def byte_tokenizer() -> dict:
@@ -452,18 +446,18 @@ def tokenizer_files(config: dict) -> tuple[dict, int | None]:
     name, settings = config["data"]["tokenizer"], {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         "model_max_length": config["model"]["block_size"]}
-    files, eos = {"tokenizer_config.json": json.dumps(settings, indent=2).encode()}, None
+    files, eos = {}, None
     if name:
-        tokenizer, _, eos, _ = load_tokenizer(name)
+        tokenizer, _, eos, (tokenizer_json, *beside) = load_tokenizer(name)
         if eos is not None:
             settings["eos_token"] = tokenizer.id_to_token(eos)
-            files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
-        path, *beside = tokenizer_paths(name)
-        files["tokenizer.json"] = path.read_bytes()
-        files |= {p.name: p.read_bytes() for p in beside}
+        files = {"tokenizer.json": tokenizer_json.read_bytes(),
+                 **{p.name: p.read_bytes() for p in beside}}
     elif config["model"]["vocab_size"] == 256:
-        files["tokenizer.json"] = json.dumps(byte_tokenizer()).encode()
-    return (files if "tokenizer.json" in files else {}), eos
+        files = {"tokenizer.json": json.dumps(byte_tokenizer()).encode()}
+    if files:
+        files.setdefault("tokenizer_config.json", json.dumps(settings, indent=2).encode())
+    return files, eos
 
 
 @contextlib.contextmanager
@@ -861,16 +855,18 @@ def spread(places: list[float], gap: float, top: float, bottom: float) -> list[f
     return [max(y, top) for y in places]
 
 
-def draw(runs: dict, title: str = "", x_title: str = "step") -> str:
+def draw(runs: dict, title: str = "") -> str:
     """An SVG of the losses and, below, of the learning rates of some runs.
 
     runs: {name: {"train": [(step, loss)], "val": [(step, loss)], "lr": [(step, lr)]}}, each list
     may be empty or missing; None, NaN and infinity are left out. Train is thin, a mean of many
     points, val is thick. Each run's name and last loss stand at the end of its curve.
     """
-    def text(content, x, y, anchor="start", **more):
-        more = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in more.items())
-        return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>'
+    def attributes(look):
+        return "".join(f' {k.replace("_", "-")}="{v}"' for k, v in look.items())
+
+    def text(content, x, y, anchor="start", **look):
+        return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attributes(look)}>'
                 f'{html.escape(content)}</text>')
 
     def short(value):
@@ -898,14 +894,13 @@ def draw(runs: dict, title: str = "", x_title: str = "step") -> str:
         return at
 
     def curve(at, points, colour, **look):
-        look = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in look.items())
         places = [at(*p) for p in points]
         if len(places) == 1:
             out.append(f'<circle cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3" '
                        f'fill="{colour}"/>')
         elif places:
             out.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" '
-                       f'fill="none" stroke="{colour}"{look}/>')
+                       f'fill="none" stroke="{colour}"{attributes(look)}/>')
 
     def drawable(points):
         return sorted(p for p in points or () if all(
@@ -947,7 +942,7 @@ def draw(runs: dict, title: str = "", x_title: str = "step") -> str:
         bottom += 116
         for run, colour in zip(curves, colours):
             curve(at, means(run["lr"], 300), colour, stroke_width=1.5)
-    out.append(text(x_title, (left + right) / 2, bottom + 36, "middle"))
+    out.append(text("step", (left + right) / 2, bottom + 36, "middle"))
     size = f'width="800" height="{bottom + 46}"'        # white: the page may be dark
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 800 '
                       f'{bottom + 46}" font-family="sans-serif" font-size="12" fill="#222">',
@@ -1080,6 +1075,7 @@ class Trainer:
         self.tensorboard = TensorBoard() if config["logging"]["tensorboard"] else None
         self.config, self.train_data, self.val_data = config, train_data, val_data
         self.coordinator, self.hooks, self.bar = coordinator, list(hooks), None
+        self.text = None            # made for the first sample
         self.device = pick_device(run["device"])
         self.dtype, why = pick_precision(run["precision"], self.device)
         if self.device.type == "cpu":
@@ -1316,11 +1312,12 @@ class Trainer:
         """Continue run.sample, by at most 100 tokens if not the whole. Raises TrainingError."""
         count = self.config["sample"]["tokens"]
         try:
-            prompt = encode(self.config, self.config["run"]["sample"] or "\n")
+            self.text = self.text or Text(self.config)
+            prompt = self.text.encode(self.config["run"]["sample"] or "\n")
             if max(prompt) >= self.config["model"]["vocab_size"]:
                 raise ValueError("the prompt is outside the vocabulary")
             ids = generate(self.model, prompt, self.config, count if whole else min(100, count))
-            text = decode(self.config, ids)
+            text = self.text.decode(ids)
         except Exception as e:  # a model that wants labels, say
             raise TrainingError(f"no sample: {type(e).__name__}: {one_line(e)}") from e
         print(f"sample   {'-' * 60}\n{text}\n{'-' * 69}", flush=True)
