@@ -99,8 +99,8 @@ base = dict(
         license="",                 # what the repo's page says, apache-2.0 for example
         inner_steps=50,             # optimizer steps between two deltas of a node
         outer_lr=0.7,               # of the outer Nesterov step
-        outer_momentum=0.8,         # of the outer Nesterov step
-        outer_warmup=10,            # rounds over which the outer momentum grows; 0 = constant
+        outer_momentum=0.9,         # of the outer Nesterov step
+        outer_warmup=20,            # rounds over which the outer momentum grows; 0 = constant
         quorum=0,                   # close a round with this many nodes; 0 = all active ones
         round_timeout=0.0,          # s a round waits after its first delta; 0 = two inner loops
         poll_interval=0.0,          # s between looks at the hub; 0 = a tenth of an inner loop

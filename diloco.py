@@ -45,6 +45,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -775,6 +776,7 @@ class MasterOuterLoop:
         self.stop = False
         self.first_seen = None          # when the first delta of the coming round was seen
         self.warned, self.started = set(), time.monotonic()
+        self.lengths = deque(maxlen=5)  # of the last rounds, in inner loops
         self.listed, self.listing = None, []    # the version that was listed last
         self.own = []                   # tags of the states this master has published, newest last
         for attempt in range(5):
@@ -814,6 +816,7 @@ class MasterOuterLoop:
             self.history = self.patiently(
                 lambda: self.transport.read(HISTORY, self.version))[1] or b""
         self.shapes = shapes_of(self.weights)
+        self.header_limit = 1 << 20 | 400 * len(self.weights)       # bytes, of a delta
         self.commits = deque((line["time"] for line in rounds_of(self.history)), maxlen=1024)
         more = dict(self.files)
         if "config.json" in more and not changed:
@@ -976,11 +979,13 @@ class MasterOuterLoop:
         total = {k: torch.zeros_like(v) for k, v in self.weights.items()}
         merged, delete = [], list(strange)
         refused = [{"path": path, "reason": "not the name of a delta"} for path in strange]
-        # fixed order, nodes by name and each by step: the order of arrival cannot change a bit
-        for node in sorted(nodes):
-            for local_step, path, size, tag in nodes[node]:
+        with ThreadPoolExecutor(8) as pool:     # a fetch is two requests, which may take seconds
+            # fixed order, nodes by name and each by step: that of arrival cannot change a bit
+            waiting = [(node, local_step, path, pool.submit(self.fetch_delta, path, size, tag))
+                       for node in sorted(nodes) for local_step, path, size, tag in nodes[node]]
+            for node, local_step, path, fetched in waiting:
                 try:
-                    merged.append(self.add_delta(total, node, local_step, path, size, tag, books))
+                    merged.append(self.add_delta(total, node, local_step, fetched.result(), books))
                 except FileNotFoundError:       # gone since it was listed
                     continue
                 except ValueError as e:
@@ -1040,15 +1045,23 @@ class MasterOuterLoop:
                 "loss": None, "outer_step": 0, "base_outer_step": 0, "seconds": 0.0,
                 "final": False, "last_seen": 0.0, "refusals": 0, "refused": []}
 
-    def add_delta(self, total, node, local_step, path, size, tag, books) -> dict:
-        """Fetch a delta, check all that can be checked, book it and add it to the total of tensors.
-        What history.jsonl says of it. Raises ValueError with the reason to refuse it."""
-        header_limit = 1 << 20 | 400 * len(self.weights)
-        if size > 4 * sum(v.numel() for v in self.weights.values()) + header_limit:
+    def fetch_delta(self, path: str, size: int, tag: str) -> Path:
+        """The file, here. Raises ValueError if it is too large for a delta."""
+        if size > 4 * sum(v.numel() for v in self.weights.values()) + self.header_limit:
             raise ValueError(f"{size:,} bytes, more than this model can need")
-        file = self.folder / "delta"
+        file = self.folder / path.replace("/", "_")
         self.patiently(lambda: self.transport.fetch(path, self.version, file, tag))
-        d = check_delta(file, self.shapes, header_limit)
+        return file
+
+    def add_delta(self, total, node, local_step, file, books) -> dict:
+        """Check all that can be checked of a delta, book it and add it to the total of tensors; the
+        file goes. What history.jsonl says of it. Raises ValueError with the reason to refuse it."""
+        size = file.stat().st_size
+        try:
+            d = check_delta(file, self.shapes, self.header_limit)
+            _, delta = load_coded(file, self.shapes)
+        finally:
+            file.unlink()
         entry = books.setdefault(node, self.new_books())
         if d["run_id"] != self.state["run_id"]:
             raise ValueError(f"of another run, {d['run_id'][:40]}")
@@ -1080,7 +1093,6 @@ class MasterOuterLoop:
                   "last_seen": time.time(), "base_outer_step": d["base_outer_step"]}
         stale = self.state["outer_step"] - d["base_outer_step"]
         scale = (1 + stale) ** -self.settings["staleness_power"]
-        _, delta = load_coded(file, self.shapes)
         norm, lost = norm_of(delta.values()), None
         if self.settings["max_staleness"] and stale > self.settings["max_staleness"]:
             lost = f"{stale} outer steps old, more than max_staleness"
@@ -1139,15 +1151,22 @@ class MasterOuterLoop:
         s, books, ages = self.settings, self.state["nodes"], [
             line["outer_step"] - 1 - m["base_outer_step"] for m in line["merged"]]
         tokens = {node: entry["tokens"] for node, entry in books.items()}
-        most = max(tokens, key=tokens.get)
+        most, steps = max(tokens, key=tokens.get), Counter()
+        for m in line["merged"]:
+            steps[m["node"]] += m["steps"]
+        self.lengths.append(statistics.median(steps.values()) / s["inner_steps"])
+        loops = statistics.median(self.lengths)
         for kind, holds, text in (
                 ("short", s["inner_steps"] <= 10 and s["outer_momentum"] >= 0.9,
                  f"an outer momentum of {s['outer_momentum']} over inner loops of "
-                 f"{s['inner_steps']} steps overshoots: lower --outer-momentum to 0.8, or raise "
-                 f"--inner-steps"),
+                 f"{s['inner_steps']} steps overshoots: raise --inner-steps, or lower "
+                 f"--outer-momentum to 0.6"),
                 ("stale", statistics.median(ages) >= 3,
                  "deltas come three and more rounds late: raise --inner-steps, so that an inner "
                  "loop is longer than an upload and a download"),
+                ("long", loops >= 4 and len(self.lengths) == self.lengths.maxlen,
+                 f"a round takes {loops:.0f} inner loops: raise --inner-steps to "
+                 f"{s['inner_steps'] * loops:.0f}"),
                 ("large", len(books) > 2 and tokens[most] > sum(tokens.values()) / 2,
                  f"node {most} trains more than half of all tokens, and counts as one of "
                  f"{len(books)}: raise --target-batch-size there")):
@@ -1296,8 +1315,7 @@ class DumbDiLoCo:
         self.first_step = 0             # the local step at which this node joined
         self.ramp = False               # whether that was in the middle of a run
         self.pushes = deque(maxlen=1024)         # when the last deltas were sent
-        self.sent = []                  # [(local step, decoded delta)], uploaded and not in G
-        self.steps = {}                 # {local step: (steps, tokens)} of those
+        self.sent = {}                  # {local step: (decoded delta, steps, tokens)}, not in G
         self.again = (0, 0)             # (steps, tokens) that were lost, and are unsent again
         self.sending = None             # the delta on its way: {"local_step", "delta", ...}
         self.done, self.failed = None, None     # results of the background thread
@@ -1384,16 +1402,16 @@ class DumbDiLoCo:
         self.first_step = saved["first_step"]
         self.own_books(self.state)
         merged = self.merged_step(self.state)
-        self.sent, file = [], self.folder / "own"
+        self.sent, file = {}, self.folder / "own"
         for step, (path, tag) in sorted(waiting.items()):
             if step > merged:
                 retry(lambda: self.transport.fetch(path, None, file, tag), failed, stopped)
-                incarnation, delta = self.read_delta(file)
+                incarnation, work = self.read_delta(file)
                 if incarnation > self.incarnation:
                     self.taken_over()
                 if incarnation == self.incarnation:
-                    self.sent.append((step, delta))
-        known = max([merged, saved["last_sent"], *(step for step, _ in self.sent)])
+                    self.sent[step] = work
+        known = max([merged, saved["last_sent"], *self.sent])
         unsent = self.unsent(saved["baseline"])
         sending, tokens_sent = saved["sending"], saved["tokens_sent"]
         if known > trainer.step:                            # sent after the checkpoint was written
@@ -1464,10 +1482,12 @@ class DumbDiLoCo:
                       f"use another --node-id")
 
     def read_delta(self, file):
-        """(incarnation, tensors) of a delta; ("", None) if it is none, whoever has put it there."""
+        """(incarnation, (tensors, steps, tokens)) of a delta; ("", None) if it is none, whoever has
+        put it there."""
         try:
             header, delta = load_coded(file, self.shapes)
-            return header["incarnation"], delta
+            steps = int(header["steps"]) + int(header.get("again", 0))
+            return header["incarnation"], (delta, steps, int(header["tokens"]))
         except (ValueError, KeyError):
             return "", None
 
@@ -1484,7 +1504,7 @@ class DumbDiLoCo:
     def rebase(self, new: dict, unsent: dict):
         """Move to G = new: the baseline without what was sent and is not in G, and the weights."""
         self.G, self.baseline, self.ahead = new, {k: v.clone() for k, v in new.items()}, False
-        for _, delta in self.sent:
+        for delta, _, _ in self.sent.values():
             for k in delta:
                 self.baseline[k] -= delta[k]
         self.look_ahead()
@@ -1592,9 +1612,9 @@ class DumbDiLoCo:
         if done:
             for k, v in self.coded(done)["delta"].items():
                 self.baseline[k] -= v
-            self.sent.append((done["local_step"], done["delta"]))
             steps, header = done["local_step"] - self.last_sent, done["header"]
-            self.steps[done["local_step"]] = steps + done["again"][0], int(header["tokens"])
+            self.sent[done["local_step"]] = (done["delta"], steps + done["again"][0],
+                                             int(header["tokens"]))
             self.again = tuple(a - b for a, b in zip(self.again, done["again"]))
             self.last_sent, self.tokens_sent = done["local_step"], done["tokens"]
             size, seconds = done.get("size", 0), time.monotonic() - done["began"]
@@ -1623,9 +1643,8 @@ class DumbDiLoCo:
         more, so they can go out again with the next delta."""
         books = state["nodes"].get(self.node_id, {})
         gaps = books["gaps"] if books.get("incarnation") == self.incarnation else ()
-        refused = self.refused(state)
-        return [(step, delta) for step, delta in self.sent if step in self.steps
-                and step not in refused and any(a < step <= b for a, b in gaps)]
+        return [work for step, work in self.sent.items() if step not in self.refused(state)
+                and any(a < step <= b for a, b in gaps)]
 
     def covers(self, state: dict, local_step: int) -> bool:
         """Whether `state` has merged, or refused, this node's delta of that step."""
@@ -1647,11 +1666,11 @@ class DumbDiLoCo:
             unsent = (self.coded(self.sending)["delta"] if self.sending else    # it did these steps
                       {k: torch.zeros_like(v) for k, v in unsent.items()})
             trainer.step = self.last_sent = max(merged, trainer.step)
-        for step, delta in self.lost(state):
+        for delta, *counts in self.lost(state):
             unsent = {k: v + delta[k] for k, v in unsent.items()}
-            self.again = tuple(map(sum, zip(self.again, self.steps[step])))
-        self.sent = [(step, delta) for step, delta in self.sent if not self.covers(state, step)]
-        self.steps = {step: self.steps[step] for step, _ in self.sent if step in self.steps}
+            self.again = tuple(map(sum, zip(self.again, counts)))
+        self.sent = {step: work for step, work in self.sent.items()
+                     if not self.covers(state, step)}
         self.follow(new, state["outer_step"] - self.state["outer_step"])
         self.state, self.refusals, self.warned = state, books.get("refusals", 0), False
         self.rebase(new, unsent)
@@ -1732,12 +1751,12 @@ class DumbDiLoCo:
                     self.transport.fetch(sending["path"], None, there, found[sending["path"]])
                 except FileNotFoundError as e:      # merged just now
                     raise Unavailable(str(e)) from e
-                incarnation, delta = self.read_delta(there)
+                incarnation, work = self.read_delta(there)
                 if incarnation > self.incarnation:
                     self.taken_over()
                 if incarnation < self.incarnation:
                     raise Unavailable(f"{sending['path']} is not ours: the master removes it")
-                return {**result, "delta": delta}   # what counts is what is there
+                return {**result, "delta": work[0]}     # what counts is what is there
             if tried:           # its answer was lost: it may have been merged, too
                 state = parse_state(self.transport.read(STEP)[1] or b"")
                 self.own_books(state)

@@ -1691,6 +1691,9 @@ class Answer(BaseHTTPRequestHandler):
 
     def send(self, status, body=b"", **headers):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.answer = status, body, headers
+
+    def reply(self, status, body, headers):
         if self.action == "lose":
             self.connection.shutdown(2)
             return
@@ -1727,11 +1730,13 @@ class Answer(BaseHTTPRequestHandler):
                     return self.connection.shutdown(2)
                 if isinstance(self.action, float):
                     time.sleep(self.action)
-                if isinstance(self.action, int):
-                    return self.error(self.action, **fault["headers"])
                 break
-        with hub.guard:
-            self.route(hub, path, query, body)
+        if isinstance(self.action, int):
+            self.error(self.action, **fault["headers"])
+        else:
+            with hub.guard:
+                self.route(hub, path, query, body)
+        self.reply(*self.answer)        # outside: nobody waits for another's download
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_one
 
@@ -1984,6 +1989,23 @@ def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
             and not a.node.sent)
 
 
+def test_the_master_fetches_the_deltas_of_a_round_side_by_side(tmp_path):
+    together = threading.Barrier(3)
+
+    class Meeting(diloco.FolderTransport):
+        def fetch(self, path, *args):
+            if path.startswith("nodes/"):
+                together.wait(timeout=30)       # nobody goes on before three are here
+            super().fetch(path, *args)
+    master = make_master(Meeting(tmp_path / "hub"))
+    for name in "abc":
+        node = Node(diloco.FolderTransport(tmp_path / "hub"), name)
+        node.train()
+        node.send()
+    assert master.sync_once() == 1 and sorted(master.state["nodes"]) == ["a", "b", "c"]
+    assert not list(master.folder.glob("nodes_*"))      # what was fetched is gone
+
+
 def test_two_nodes_average_and_buffers_average_without_momentum(folder):
     master = make_master(folder, outer_lr=0.5, outer_momentum=0.9)
     a, b = Node(folder, "a"), Node(folder, "b")
@@ -2143,7 +2165,8 @@ def test_while_something_is_on_its_way_a_worker_is_where_the_momentum_will_be(fo
     def expected(ahead):
         shift = {k: 0.5 * master.optimizer.mu(a.node.state["outer_step"]) ** 2 * v * (k != "stat")
                  for k, v in master.momentum.items()}
-        sent = [d for _, d in a.node.sent] + [a.node.sending["delta"]] * bool(a.node.sending)
+        sent = [delta for delta, _, _ in a.node.sent.values()]
+        sent += [a.node.sending["delta"]] * bool(a.node.sending)
         return {k: v - ahead * shift[k] - sum(d[k] for d in sent) for k, v in a.node.G.items()}
     for i in range(6):
         a.train(2)
@@ -2726,12 +2749,17 @@ def test_settings_that_hurt_are_told_once(folder):
     said = [line for line in master.lines if line.startswith("notice")]
     assert len(said) == 3 and all(any(word in line for line in said) for word in (
         "--outer-momentum", "--inner-steps, so that", "node a trains more than half"))
-    quiet = make_master(diloco.FolderTransport(folder.root / "other"), outer_momentum=0.8)
+    quiet = make_master(diloco.FolderTransport(folder.root / "other"), outer_momentum=0.8,
+                        inner_steps=5)
     b = Node(quiet.transport)
-    b.train()
-    b.send()
-    quiet.sync_once()
-    assert not [line for line in quiet.lines if line.startswith("notice")]
+    for steps in (5, 99, 99, 5, 5, 5, 20, 20, 20):      # the master was away; then, slow rounds
+        assert not [line for line in quiet.lines if line.startswith("notice")]
+        b.train(steps)
+        b.send()
+        quiet.sync_once()
+        b.see()
+    assert [line for line in quiet.lines if line.startswith("notice")] == [
+        "notice   a round takes 4 inner loops: raise --inner-steps to 20"]
 
 
 def test_rounds_close_when_all_are_there_or_the_time_is_up(folder, monkeypatch):
@@ -3050,7 +3078,7 @@ def virtual_time():
         diloco.time, diloco.threading, diloco.wait = before
 
 
-def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), log=None):
+def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), evaluate=None, log=None):
     """A swarm of the real master, workers and trainers. A step takes a node 1 / speed seconds,
     latency is that of an upload and of a download, joins[i] when node i comes.
 
@@ -3061,7 +3089,7 @@ def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), log=None):
     with virtual_time() as clock, tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(config["run"]["seed"])
         first = diloco.swarm_tensors(build_model(config["model"]))
-        master = diloco.MasterOuterLoop(hub, config["distributed"], first, {}, log=say)
+        master = diloco.MasterOuterLoop(hub, config["distributed"], first, {}, evaluate, log=say)
 
         class Slow(diloco.DumbDiLoCo):
             def after_step(self, trainer):
@@ -3459,6 +3487,7 @@ ROWS = {    # what: (flags, what simulate() takes)
     "asynchronous, int2": (["--codec=int2"], dict(latency=LATENCY)),
     "asynchronous, int4, 30 % of the deltas lost": ([], dict(latency=LATENCY, loss=0.3)),
     "asynchronous, int4, one node joins at half time": ([], dict(latency=LATENCY, late=True)),
+    "asynchronous, int4, without that node": ([], dict(latency=LATENCY, missing=1)),
     "one node alone, with the outer optimizer": ([], dict(latency=LATENCY, one=True)),
     "asynchronous, int4, Muon": (["--optimizer.name=muon"], dict(latency=LATENCY)),
     "synchronous, Muon": (["--wait=true", "--codec=fp32", "--optimizer.name=muon"],
@@ -3487,12 +3516,25 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
     def swarm(what, extra, speeds, late=False, **world):
         began, config = time.time(), load_config([*STUDY, f"--seed={seed}", *flags, *extra])
         joins = [0] * (len(speeds) - 1) + [1250 if late else 0]
-        with contextlib.redirect_stdout(None):
-            master, _ = simulate(config, speeds, joins=joins, **world)
         model = build_model(config["model"])
-        diloco.set_tensors(diloco.swarm_tensors(model), master.weights)
-        say(what, val_loss(model, config), began, f"{master.state['outer_step']} rounds, "
-            f"{sum(b['steps'] for b in master.state['nodes'].values())} steps")
+
+        def evaluate(weights, step=0):
+            diloco.set_tensors(diloco.swarm_tensors(model), weights)
+            return val_loss(model, config)
+        with contextlib.redirect_stdout(None):
+            master, _ = simulate(config, speeds, joins=joins, evaluate=evaluate if late else None,
+                                 **world)
+        more = (f"{master.state['outer_step']} rounds, "
+                f"{sum(b['steps'] for b in master.state['nodes'].values())} steps")
+        if late:        # what its first delta did, against the rounds before
+            rounds = diloco.rounds_of(master.history)
+            first = next(i for i, r in enumerate(rounds)
+                         if any(m["node"] == f"n{len(speeds) - 1}" for m in r["merged"]))
+            moved = [round(b["val_loss"] - a["val_loss"], 4)
+                     for a, b in zip(rounds[first - 11:], rounds[first - 10:first + 11])]
+            more += f"; change of the loss by ten rounds, {moved[:10]}, by its first " \
+                    f"delta's, {moved[10]}, by ten more, {moved[11:]}"
+        say(what, evaluate(master.weights), began, more)
     for what, extra in (("data parallel", [f"--target-batch-size={16 * nodes}"]),
                         ("data parallel, Muon", [f"--target-batch-size={16 * nodes}",
                                                  "--optimizer.name=muon"]),
@@ -3503,65 +3545,73 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
         if only in ("", what):
             world = dict(world)
             one, equal = world.pop("one", False), world.pop("equal", False)
-            swarm(what, extra, [1.0] * (1 if one else nodes) if one or equal else SPEEDS[:nodes],
-                  **world)
+            there = 1 if one else nodes - world.pop("missing", 0)
+            swarm(what, extra, [1.0] * there if one or equal else SPEEDS[:there], **world)
 
 
-def real_run(steps: int = 2000):
+def real_run(steps: int = 3500, inner_steps: int = 140):
     """Master and three workers as processes over a loopback Hub, 1 s and 1 MB/s away, then three
     alone: prints validation losses, token rates and the bytes at the Hub."""
-    flags = ["--config=small", "--d-model=128", "--block-size=128", f"--max-steps={steps}",
-             "--eval-every=0", "--device=cpu", "--sample=", "--logging.every-steps=50",
-             "--checkpoint.every-steps=0", "--warmup-steps=50"]
+    flags = ["--config=small", "--d-model=128", f"--max-steps={steps}", "--lr=4e-3",
+             "--micro-batch-size=8", "--target-batch-size=8", "--precision=fp32", "--eval-every=0",
+             "--sample=", "--warmup-steps=50"]
+    own = ["--device=cpu", "--logging.every-steps=50", "--checkpoint.every-steps=0"]
     names, server = ["a", "b", "c"], LoopbackHub()
     with tempfile.TemporaryDirectory() as folder:
         cwd = Path(folder)
         os.environ |= {"HF_ENDPOINT": server.url, "HF_TOKEN": "hf_test", "HF_HOME": folder,
                        "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         server.latency, server.rate = 1.0, 1e6
+        config = load_config([*flags, "--eval-batches=64"])
+        model = build_model(config["model"])
 
         def rates(where):
             last = [lines_of(cwd / where.format(name), "step")[-1] for name in names]
             return [line["tokens"] / line["seconds"] for line in last]
-        master = start("master.py", "--hub=me/swarm", "--inner-steps=250", *flags, cwd=cwd,
-                       log="master.log")
+
+        def state():
+            return json.loads(server.objects[server.head("me/swarm")[1][diloco.STEP]])
+
+        def val_loss(weights):
+            diloco.set_tensors(diloco.swarm_tensors(model), weights)
+            return round(trainer_module.mean_loss(model, build_data(config)[1], config,
+                                                  torch.device("cpu")), 4)
+
+        def run_of(where):
+            file = next((cwd / where).glob("step_*.pt"))
+            return val_loss(torch.load(file, weights_only=True)["model"])
+        master = start("master.py", "--hub=me/swarm", f"--inner-steps={inner_steps}",
+                       "--commits-per-hour=0", *flags, cwd=cwd, log="master.log")
         try:
             wait_for(lambda: "waiting for deltas" in (cwd / "master.log").read_text())
             server.bytes.clear()
-            workers = [start("worker.py", "--hub=me/swarm", f"--node-id={name}", cwd=cwd,
-                             log=f"{name}.log", *flags[-4:]) for name in names]
+            workers = [start("worker.py", "--hub=me/swarm", f"--node-id={name}", *own,
+                             cwd=cwd, log=f"{name}.log") for name in names]
             assert [w.wait() for w in workers] == [0, 0, 0], (cwd / "a.log").read_text()
-
-            def state():
-                return json.loads(server.objects[server.head("me/swarm")[1][diloco.STEP]])
-            wait_for(lambda: len(state()["nodes"]) == 3
-                     and all(b["final"] for b in state()["nodes"].values()), 300)
-            at_hub, rounds = dict(server.bytes), state()["outer_step"]
-            swarm = rates("runs/small/{}")
+            wait_for(lambda: all(b["final"] for b in state()["nodes"].values()), 300)
         finally:
+            print((cwd / "master.log").read_text(), flush=True)
             master.kill()
-        alone = [start("train.py", *flags, "--name=alone", f"--node-id={name}", cwd=cwd,
+        weights = cwd / "weights"
+        weights.write_bytes(server.objects[server.head("me/swarm")[1][diloco.WEIGHTS]])
+        rounds, size = state()["outer_step"], sum(p.numel() for p in model.parameters())
+        pushed = [p for name in names for p in lines_of(cwd / "runs/small" / name, "push")]
+        print(json.dumps({
+            "swarm": val_loss(load_file(weights)), "rounds": rounds, "parameters": size,
+            "nodes": [run_of(f"runs/small/{name}") for name in names],
+            "bytes to the Hub": server.bytes["in"], "bytes from the Hub": server.bytes["out"],
+            # what the nodes send goes out again, to the master
+            "a node's both ways, per parameter and round":
+                round(server.bytes["out"] / len(names) / rounds / size, 2),
+            "bytes of a delta": sum(p["bytes"] for p in pushed) / len(pushed),
+            "seconds to send it": sum(p["seconds"] for p in pushed) / len(pushed)}), flush=True)
+        alone = [start("train.py", *flags, *own, "--name=alone", f"--node-id={name}", cwd=cwd,
                        log=f"{name}.log") for name in names]
         assert [p.wait() for p in alone] == [0, 0, 0]
-        config = load_config([*flags, "--eval-batches=64"])
-        model = build_model(config["model"])
-
-        def val_loss():
-            return round(trainer_module.mean_loss(model, build_data(config)[1], config,
-                                                  torch.device("cpu")), 4)
-        losses = []
-        for name in names:
-            model.load_state_dict(torch.load(next((cwd / "runs/alone" / name).glob("step_*.pt")),
-                                             weights_only=True)["model"])
-            losses.append(val_loss())
-        (cwd / "w").write_bytes(server.objects[server.head("me/swarm")[1][diloco.WEIGHTS]])
-        diloco.set_tensors(diloco.swarm_tensors(model), load_file(cwd / "w"))
-        undisturbed = rates("runs/alone/{}")
         print(json.dumps({
-            "swarm": val_loss(), "alone": losses, "rounds": rounds,
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "rate against alone": [round(a / b, 3) for a, b in zip(swarm, undisturbed)],
-            "bytes to the Hub": at_hub["in"], "bytes from the Hub": at_hub["out"]}))
+            "alone": [run_of(f"runs/alone/{name}") for name in names],
+            "token rate of the swarm's nodes against these":
+                [round(a / b, 3) for a, b in zip(rates("runs/small/{}"), rates("runs/alone/{}"))]}))
 
 
 if __name__ == "__main__":      # python test_all.py hub, or NODES SEED [a row] [flags]
