@@ -979,24 +979,22 @@ class MasterOuterLoop:
         total = {k: torch.zeros_like(v) for k, v in self.weights.items()}
         merged, delete = [], list(strange)
         refused = [{"path": path, "reason": "not the name of a delta"} for path in strange]
-        with ThreadPoolExecutor(8) as pool:     # a fetch is two requests, which may take seconds
-            # fixed order, nodes by name and each by step: that of arrival cannot change a bit
-            waiting = [(node, local_step, path, pool.submit(self.fetch_delta, path, size, tag))
-                       for node in sorted(nodes) for local_step, path, size, tag in nodes[node]]
-            for node, local_step, path, fetched in waiting:
-                try:
-                    merged.append(self.add_delta(total, node, local_step, fetched.result(), books))
-                except FileNotFoundError:       # gone since it was listed
-                    continue
-                except ValueError as e:
-                    reason = "".join(c if c.isprintable() else "?" for c in str(e)[:200])
-                    refused.append({"path": path, "reason": reason})
-                    entry = books.setdefault(node, self.new_books())
-                    entry["refusals"] += 1
-                    entry["refused"] = [*entry["refused"][-19:],
-                                        {"number": entry["refusals"], "local_step": local_step,
-                                         "reason": reason}]
-                delete.append(path)
+        # fixed order, nodes by name and each by step: the order of arrival cannot change a bit
+        for node, local_step, path, file in self.fetched(
+                [(node, *delta) for node in sorted(nodes) for delta in nodes[node]]):
+            try:
+                merged.append(self.add_delta(total, node, local_step, file.result(), books))
+            except FileNotFoundError:       # gone since it was listed
+                continue
+            except ValueError as e:
+                reason = "".join(c if c.isprintable() else "?" for c in str(e)[:200])
+                refused.append({"path": path, "reason": reason})
+                entry = books.setdefault(node, self.new_books())
+                entry["refusals"] += 1
+                entry["refused"] = [*entry["refused"][-19:],
+                                    {"number": entry["refusals"], "local_step": local_step,
+                                     "reason": reason}]
+            delete.append(path)
         if not delete:
             return self.state["outer_step"]
 
@@ -1044,6 +1042,17 @@ class MasterOuterLoop:
         return {"incarnation": "", "local_step": 0, "steps": 0, "lost": 0, "gaps": [], "tokens": 0,
                 "loss": None, "outer_step": 0, "base_outer_step": 0, "seconds": 0.0,
                 "final": False, "last_seen": 0.0, "refusals": 0, "refused": []}
+
+    def fetched(self, deltas: list):
+        """Yields (node, local step, path, future of the file) of each, eight ahead: over the Hub a
+        fetch is two requests, which may take seconds."""
+        with ThreadPoolExecutor(8) as pool:
+            ahead = deque()
+            for node, local_step, *what in deltas:
+                ahead.append((node, local_step, what[0], pool.submit(self.fetch_delta, *what)))
+                if len(ahead) == 8:
+                    yield ahead.popleft()
+            yield from ahead
 
     def fetch_delta(self, path: str, size: int, tag: str) -> Path:
         """The file, here. Raises ValueError if it is too large for a delta."""
@@ -1148,10 +1157,10 @@ class MasterOuterLoop:
 
     def warn(self, line: dict):
         """Say once what is known to go badly, and the setting that helps."""
-        s, books, ages = self.settings, self.state["nodes"], [
-            line["outer_step"] - 1 - m["base_outer_step"] for m in line["merged"]]
+        s, books, steps = self.settings, self.state["nodes"], Counter()
+        ages = [line["outer_step"] - 1 - m["base_outer_step"] for m in line["merged"]]
         tokens = {node: entry["tokens"] for node, entry in books.items()}
-        most, steps = max(tokens, key=tokens.get), Counter()
+        most = max(tokens, key=tokens.get)
         for m in line["merged"]:
             steps[m["node"]] += m["steps"]
         self.lengths.append(statistics.median(steps.values()) / s["inner_steps"])
