@@ -13,7 +13,8 @@ The algorithm (DiLoCo, Douillard et al. 2023, made asynchronous):
      the global model and publishes weights, momentum and books in ONE commit, which also deletes
      what it has merged;
   4. a worker that sees a new global moves to it and keeps all it has learned that this global does
-     not hold yet.
+     not hold yet. It trains where it expects the next global to be; of the error it follows a part
+     only, because the steps since have answered to it already (delay compensation).
 Sign, once for all: delta = before - after, so the global model moves by MINUS the averaged delta.
 
   global/latest.safetensors                         the global model, fp32
@@ -63,6 +64,7 @@ NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DELTA = re.compile(r"nodes/([^/]+)/delta_(\d{1,18})\.safetensors")
 ACTIVE_ROUNDS = 4       # a node that has contributed to none of this many rounds is not waited for
 UPDATES = 8             # how many of the newest changes of the global model are kept
+STAY = 0.75             # part of an error in what was expected of G that a worker does not follow
 
 
 class Conflict(Exception):
@@ -1305,7 +1307,7 @@ class DumbDiLoCo:
         baseline = G - sent, not merged                    so weights = baseline - unsent
     While something is on its way both are `ahead` as well: where the outer momentum will have
     carried G until that is merged (the point from which Nesterov's gradient is taken, seen from
-    here).
+    here). Where that was wrong, the weights stay behind, and what is left is unsent work.
     Two background threads do all input and output, one up and one down. Training waits for them
     only at the start, at the end, and at each boundary with settings["wait"]. Trouble that does not
     pass ends the training with its state saved, and is in `failed`.
@@ -1319,7 +1321,7 @@ class DumbDiLoCo:
         self.incarnation = f"{time.time_ns():020d}-{os.urandom(4).hex()}"
         self.work = workspace()
         self.folder = Path(self.work.name)
-        self.state = None               # that of G
+        self.state, self.baseline = None, {}    # the state is that of G
         self.saved = None               # the state of a checkpoint, to be reconciled in start()
         self.first_step = 0             # the local step at which this node joined
         self.ramp = False               # whether that was in the middle of a run
@@ -1510,12 +1512,16 @@ class DumbDiLoCo:
     def unsent(self, baseline: dict) -> dict:
         return {k: baseline[k] - v.detach().float().cpu() for k, v in self.tensors.items()}
 
-    def rebase(self, new: dict, unsent: dict):
-        """Move to G = new: the baseline without what was sent and is not in G, and the weights."""
-        self.G, self.baseline, self.ahead = new, {k: v.clone() for k, v in new.items()}, False
+    def rebase(self, new: dict, unsent: dict, stay: float = 0.0):
+        """Move to G = new: the baseline without what was sent and is not in G, and the weights, but
+        for a part `stay` of the way, which becomes unsent work."""
+        before, self.baseline = self.baseline, {k: v.clone() for k, v in new.items()}
+        self.G, self.ahead = new, False
         for delta, _, _ in self.sent.values():
             for k in delta:
                 self.baseline[k] -= delta[k]
+        if stay:
+            unsent = {k: v + stay * (self.baseline[k] - before[k]) for k, v in unsent.items()}
         self.look_ahead()
         set_tensors(self.tensors, {k: self.baseline[k] - unsent[k] for k in unsent})
 
@@ -1647,13 +1653,12 @@ class DumbDiLoCo:
         books = state["nodes"].get(self.node_id, {})
         return books["local_step"] if books.get("incarnation") == self.incarnation else 0
 
-    def lost(self, state: dict) -> list:
-        """Those of `sent` that the master has missed when it merged a later one: it takes them no
-        more, so they can go out again with the next delta."""
+    def lost(self, state: dict) -> set:
+        """The steps of those of `sent` that the master has missed when it merged a later one: it
+        takes them no more, so they can go out again with the next delta."""
         books = state["nodes"].get(self.node_id, {})
         gaps = books["gaps"] if books.get("incarnation") == self.incarnation else ()
-        return [work for step, work in self.sent.items() if step not in self.refused(state)
-                and any(a < step <= b for a, b in gaps)]
+        return {step for step in self.sent if any(a < step <= b for a, b in gaps)}
 
     def covers(self, state: dict, local_step: int) -> bool:
         """Whether `state` has merged, or refused, this node's delta of that step."""
@@ -1666,7 +1671,8 @@ class DumbDiLoCo:
             books = self.own_books(state)
         except Refused as e:
             return self.fail(trainer, e)
-        for local_step, reason in self.refused(state).items():
+        refused, lost = self.refused(state), self.lost(state)
+        for local_step, reason in refused.items():
             trainer.emit("refused", f"{trainer.progress()} | the delta of step {local_step}: "
                          f"{reason}", step=local_step, reason=reason)
         unsent = self.unsent(self.baseline)
@@ -1675,14 +1681,24 @@ class DumbDiLoCo:
             unsent = (self.coded(self.sending)["delta"] if self.sending else    # it did these steps
                       {k: torch.zeros_like(v) for k, v in unsent.items()})
             trainer.step = self.last_sent = max(merged, trainer.step)
-        for delta, *counts in self.lost(state):
-            unsent = {k: v + delta[k] for k, v in unsent.items()}
-            self.again = tuple(map(sum, zip(self.again, counts)))
+        for step in sorted(self.sent.keys() & (lost | refused.keys())):
+            delta, *counts = self.sent.pop(step)
+            self.baseline = {k: v + delta[k] for k, v in self.baseline.items()}
+            if step not in refused:
+                unsent = {k: v + delta[k] for k, v in unsent.items()}
+                self.again = tuple(map(sum, zip(self.again, counts)))
         self.sent = {step: work for step, work in self.sent.items()
                      if not self.covers(state, step)}
-        self.follow(new, state["outer_step"] - self.state["outer_step"])
+        rounds, stay = state["outer_step"] - self.state["outer_step"], 0.0
+        if self.ahead and rounds == 1:
+            # The steps since the last delta began where G was expected to be now. Of that error
+            # they have undone what is steep, and would do it once more after the whole way; what is
+            # flat cancels among the nodes. Half a loop is enough for what is steep.
+            loops = (trainer.step - self.last_sent) / self.settings["inner_steps"]
+            stay = STAY * min(1.0, 2 * loops)
+        self.follow(new, rounds)
         self.state, self.refusals, self.warned = state, books.get("refusals", 0), False
-        self.rebase(new, unsent)
+        self.rebase(new, unsent, stay)
         trainer.emit("install", f"{trainer.progress()} | outer step {state['outer_step']}",
                      step=trainer.step, outer_step=state["outer_step"],
                      seconds=time.monotonic() - began)

@@ -2190,6 +2190,51 @@ def test_while_something_is_on_its_way_a_worker_is_where_the_momentum_will_be(fo
                for k, v in again.weights().items())
 
 
+@pytest.mark.parametrize("steps, rounds, fate, part", [
+    (25, 1, "merged", 0.75), (60, 1, "merged", 0.75), (5, 1, "merged", 0.15), (25, 2, "merged", 0),
+    (25, 1, "lost", 0.75), (25, 1, "refused", 0.75)])
+def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, steps, rounds, fate,
+                                                                   part):
+    """What the steps since the last delta have undone of the error is not done again, and goes out
+    with the next delta. A delta that will never be merged is no such error."""
+    master = make_master(folder, outer_momentum=0.8)
+    a, b = Node(folder, max_pending=9), Node(folder, "b", max_pending=9)
+
+    def everyone(*nodes):
+        for node in nodes:
+            node.train()
+            node.send()
+            node.node.take_results(node)
+    for _ in range(2):
+        everyone(a, b)
+        master.sync_once()
+        a.see()
+        b.see()
+    everyone(a)
+    gone, path = a.node.sent[a.step][0], f"nodes/a/delta_{a.step}.safetensors"
+    if fate == "refused":
+        folder.commit({path: b"none"})
+    elif fate == "lost":
+        folder.commit({}, [path])
+    everyone(a, b)
+    a.train(steps)
+    was, unsent, taken = a.weights(), a.node.unsent(a.node.baseline), a.node.baseline
+    for _ in range(rounds):
+        master.sync_once()
+        everyone(b)
+    a.see()
+    new, back = a.node.G, {k: (fate != "merged") * v for k, v in gone.items()}
+    assert a.node.state["outer_step"] == 2 + rounds and a.node.ahead is False
+    left = {k: unsent[k] + back[k] * (fate == "lost") + part * (new[k] - taken[k] - back[k])
+            for k in new}
+    assert all(torch.equal(v, new[k]) for k, v in a.node.baseline.items())
+    assert all(torch.allclose(v, new[k] - left[k], atol=1e-4) for k, v in a.weights().items())
+    assert not torch.allclose(a.weights()["w"], was["w"], atol=0.1)
+    a.send()
+    assert all(torch.allclose(v, left[k], atol=1e-4)
+               for k, v in a.node.sending["delta"].items())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_lost_on_the_way_is_sent_again_once(folder, seed):
     """Whatever is deleted before it is merged: once all is merged the global model is all that the
