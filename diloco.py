@@ -1681,14 +1681,13 @@ class DumbDiLoCo:
             unsent = (self.coded(self.sending)["delta"] if self.sending else    # it did these steps
                       {k: torch.zeros_like(v) for k, v in unsent.items()})
             trainer.step = self.last_sent = max(merged, trainer.step)
-        for step in sorted(self.sent.keys() & (lost | refused.keys())):
+        for step in [step for step in self.sent if step <= merged or step in refused]:
             delta, *counts = self.sent.pop(step)
-            self.baseline = {k: v + delta[k] for k, v in self.baseline.items()}
-            if step not in refused:
+            if step in refused or step in lost:     # the global model will never hold it
+                self.baseline = {k: v + delta[k] for k, v in self.baseline.items()}
+            if step in lost and step not in refused:
                 unsent = {k: v + delta[k] for k, v in unsent.items()}
                 self.again = tuple(map(sum, zip(self.again, counts)))
-        self.sent = {step: work for step, work in self.sent.items()
-                     if not self.covers(state, step)}
         rounds, stay = state["outer_step"] - self.state["outer_step"], 0.0
         if self.ahead and rounds == 1:
             # The steps since the last delta began where G was expected to be now. Of that error
