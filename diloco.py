@@ -65,6 +65,7 @@ DELTA = re.compile(r"nodes/([^/]+)/delta_(\d{1,18})\.safetensors")
 ACTIVE_ROUNDS = 4       # a node that has contributed to none of this many rounds is not waited for
 UPDATES = 8             # how many of the newest changes of the global model are kept
 STAY = 0.75             # part of an error in what was expected of G that a worker does not follow
+SHORT = 25              # steps of an inner loop that leave the nodes close from the first round on
 
 
 class Conflict(Exception):
@@ -1692,9 +1693,12 @@ class DumbDiLoCo:
         if self.ahead and rounds == 1:
             # The steps since the last delta began where G was expected to be now. Of that error
             # they have undone what is steep, and would do it once more after the whole way; what is
-            # flat cancels among the nodes. Half a loop is enough for what is steep.
-            loops = (trainer.step - self.last_sent) / self.settings["inner_steps"]
-            stay = STAY * min(1.0, 2 * loops)
+            # flat cancels among the nodes. Half a loop is enough for what is steep. Early in a run
+            # long loops take the nodes far apart: there to follow matters more, and the part grows
+            # with the outer momentum.
+            h = self.settings["inner_steps"]
+            stay = (STAY * min(1.0, max(SHORT / h, state["momentum"]))
+                    * min(1.0, 2 * (trainer.step - self.last_sent) / h))
         self.follow(new, rounds)
         self.state, self.refusals, self.warned = state, books.get("refusals", 0), False
         self.rebase(new, unsent, stay)

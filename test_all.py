@@ -2190,15 +2190,16 @@ def test_while_something_is_on_its_way_a_worker_is_where_the_momentum_will_be(fo
                for k, v in again.weights().items())
 
 
-@pytest.mark.parametrize("steps, rounds, fate, part", [
-    (25, 1, "merged", 0.75), (60, 1, "merged", 0.75), (5, 1, "merged", 0.15), (25, 2, "merged", 0),
-    (25, 1, "lost", 0.75), (25, 1, "refused", 0.75)])
+@pytest.mark.parametrize("steps, rounds, fate, inner_steps, part", [
+    (25, 1, "merged", 50, 0.75 * 0.64), (60, 1, "merged", 50, 0.75 * 0.64),     # the momentum there
+    (5, 1, "merged", 50, 0.75 * 0.64 * 0.2), (25, 2, "merged", 50, 0), (25, 1, "lost", 50, 0.48),
+    (25, 1, "refused", 50, 0.48), (25, 1, "merged", 20, 0.75), (25, 1, "merged", 32, 0.75 / 1.28)])
 def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, steps, rounds, fate,
-                                                                   part):
+                                                                   inner_steps, part):
     """What the steps since the last delta have undone of the error is not done again, and goes out
     with the next delta. A delta that will never be merged is no such error."""
-    master = make_master(folder, outer_momentum=0.8)
-    a, b = Node(folder, max_pending=9), Node(folder, "b", max_pending=9)
+    master = make_master(folder, outer_momentum=0.8, outer_warmup=5)
+    a, b = (Node(folder, name, max_pending=9, inner_steps=inner_steps) for name in "ab")
 
     def everyone(*nodes):
         for node in nodes:
