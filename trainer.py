@@ -56,6 +56,10 @@ class TrainingError(RuntimeError):
     a loss that is no number, a full disk, a token out of range."""
 
 
+def say(line: str):
+    print(line, flush=True)
+
+
 def one_line(e: Exception) -> str:
     return " ".join(str(e).split()) or type(e).__name__
 
@@ -367,9 +371,9 @@ def make_token_file(files: list[str], config: dict, loaded: tuple) -> str:
 
     reused = path.exists()
     if not reused:
-        print(f"tokens   making {path}, or waiting for the process that does", flush=True)
+        say(f"tokens   making {path}, or waiting for the process that does")
         if separator is None:
-            print("notice   this tokenizer has no token to put between documents", flush=True)
+            say("notice   this tokenizer has no token to put between documents")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):
@@ -380,8 +384,8 @@ def make_token_file(files: list[str], config: dict, loaded: tuple) -> str:
         except OSError as e:
             raise OSError(f"run.output_dir: cannot write to {folder}: {one_line(e)}") from e
     count = token_file(str(path))[3]
-    print(f"tokens   {count:,} tokens of {total:,} bytes | {total / max(1, count):.2f} bytes per "
-          f"token | {path}{' from before' if reused else ''}", flush=True)
+    say(f"tokens   {count:,} tokens of {total:,} bytes | {total / max(1, count):.2f} bytes per "
+          f"token | {path}{' from before' if reused else ''}")
     return str(path)
 
 
@@ -1121,15 +1125,15 @@ class Trainer:
 
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         batch = config["data"]["target_batch_size"]
-        print(f"device   {self.device} | {str(self.dtype)[6:]} ({why}) | "
+        say(f"device   {self.device} | {str(self.dtype)[6:]} ({why}) | "
               f"{torch.get_num_threads()} CPU threads")
-        print(f"model    {config['model']['name']} | {trained:,} parameters | "
+        say(f"model    {config['model']['name']} | {trained:,} parameters | "
               f"{batch} x {config['model']['block_size']} = "
               f"{batch * config['model']['block_size']:,} tokens per step | "
               f"to step {run['max_steps']:,}")
         if run["expected_loss"]:
-            print(f"expect   a validation loss near {run['expected_loss']:.2f}")
-        print(f"folder   {self.folder}", flush=True)
+            say(f"expect   a validation loss near {run['expected_loss']:.2f}")
+        say(f"folder   {self.folder}")
 
     def open_folder(self, resume: bool):
         for leftover in self.folder.glob("*.tmp"):  # of a process that was killed while writing
@@ -1147,7 +1151,7 @@ class Trainer:
 
     def emit(self, event: str, line: str, **payload):
         if event != "step" or not self.bar:     # the bar shows these
-            print(f"{event:<8} {line}", flush=True)
+            say(f"{event:<8} {line}")
         payload = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                    for k, v in payload.items()}     # JSON has no infinity
         try:
@@ -1195,7 +1199,7 @@ class Trainer:
             except ValueError as e:
                 # or it would pass for the newest
                 path.rename(path.with_name(path.name + ".damaged"))
-                print(f"notice   {e}; set aside, trying the one before", flush=True)
+                say(f"notice   {e}; set aside, trying the one before")
         if state is None:
             raise FileNotFoundError(f"--resume: no usable checkpoint in {self.folder}; "
                                     f"start without --resume")
@@ -1226,10 +1230,10 @@ class Trainer:
             for key, value in values.items():
                 before = state["config"].get(section, {}).get(key, value)
                 if before != value and key != "resume":
-                    print(f"notice   {section}.{key} was {before} in the checkpoint "
+                    say(f"notice   {section}.{key} was {before} in the checkpoint "
                           f"and is {value} now")
         self.forget_after(self.step)
-        print(f"resume   from {path} at step {self.step:,}", flush=True)
+        say(f"resume   from {path} at step {self.step:,}")
 
     def forget_after(self, step: int):
         """Drop the lines of metrics.jsonl that steps to come will write again,
@@ -1261,7 +1265,7 @@ class Trainer:
         except Exception as e:
             if self.forward is self.model:
                 raise
-            print(f"notice   torch.compile failed, going on without it: "
+            say(f"notice   torch.compile failed, going on without it: "
                   f"{type(e).__name__}: {one_line(e)[:200]}")
             self.forward = self.model
             self.zero_grad()
@@ -1306,7 +1310,7 @@ class Trainer:
             try:
                 self.print_sample(self.step == self.config["run"]["max_steps"])
             except TrainingError as e:      # the run itself is well
-                print(f"notice   {e}", flush=True)
+                say(f"notice   {e}")
 
     def print_sample(self, whole: bool):
         """Continue run.sample, by at most 100 tokens if not the whole. Raises TrainingError."""
@@ -1320,7 +1324,7 @@ class Trainer:
             text = self.text.decode(ids)
         except Exception as e:  # a model that wants labels, say
             raise TrainingError(f"no sample: {type(e).__name__}: {one_line(e)}") from e
-        print(f"sample   {'-' * 60}\n{text}\n{'-' * 69}", flush=True)
+        say(f"sample   {'-' * 60}\n{text}\n{'-' * 69}")
 
     def refuse_not_finite(self):
         if self.not_finite.item():
@@ -1385,15 +1389,14 @@ class Trainer:
         if self.coordinator:
             self.coordinator.finish(self)
         if self.step == first and not self.stop_signal:
-            print(f"done     already at step {self.step} of {self.config['run']['max_steps']}",
-                  flush=True)
+            say(f"done     already at step {self.step} of {self.config['run']['max_steps']}")
             return
         if self.val_data is not None and not self.stop_signal:
             self.eval_and_keep_best()
         self.save()
         if self.stop_signal:
-            print(f"stop     {self.stop_signal}: the state is saved, "
-                  f"--resume goes on from step {self.step}", flush=True)
+            say(f"stop     {self.stop_signal}: the state is saved, "
+                  f"--resume goes on from step {self.step}")
 
     def steps(self, data):
         run, c, coordinator = self.config["run"], self.config, self.coordinator
