@@ -10,14 +10,19 @@ one section that has it. A value is read as the type of its default. No exec, no
 is a config key: the Hub token comes from HF_TOKEN or the login. This file imports nothing of ours;
 add a key here and it is a flag.
 """
+import contextlib
 import copy
 import difflib
 import math
+import os
 import re
+import signal
+import sys
 from pathlib import Path
 
 base = dict(
     run=dict(
+        config="small",             # the named config to start from: smoke | small | gpt2
         name="",                    # the run's folder below output_dir; "" = the name of the config
         seed=1337,                  # of the weights, the order of the data and dropout
         device="auto",              # auto | cuda | cuda:N | mps | cpu
@@ -26,17 +31,18 @@ base = dict(
         gradient_checkpointing=False,  # recompute activations: less memory, a third more time
         max_steps=1000,             # absolute step to stop at: a run resumed at 900 does 100 more
         resume=False,               # go on from the newest checkpoint in the run's folder
+        best=False,                 # resume, sample, export: from the best checkpoint instead
         output_dir="runs",          # runs live here
         eval_every=100,             # steps between evaluations; 0 = only at the end
         eval_batches=20,            # microbatches of validation data, the same ones each time
-        sample="",                  # a prompt, continued at each eval; with --resume: only that
-        export="",                  # folder for a transformers model; with --resume: only that
+        sample="",                  # a prompt, continued at each eval; of a run there is: only that
+        export="",                  # folder for a transformers model; of a run there is: only that
         expected_loss=0.0,          # final validation loss to expect, printed first; 0 = not known
         plot=False,                 # train.py: draw loss.svg and end; several runs: --name=a,b
     ),
     model=dict(
         name="reference_transformer",  # a registered name, or your own: package.module:factory
-        init_from="",               # Llama-family weights and shape: a folder, user/name on the Hub
+        init_from="",               # Llama, Mistral or Qwen2/3 to begin with: a folder, user/name
         vocab_size=256,             # 256 = bytes
         block_size=256,             # positions per sample; the model refuses longer ones
         n_layer=4,                  # transformer blocks
@@ -47,15 +53,16 @@ base = dict(
         d_ff=0,                     # width of the MLP; 0 = 8/3 d_model, up to a multiple of 64
         dropout=0.0,                # 0 to < 1, on the embedding and on each branch
         tie_weights=True,           # input and output embeddings are one matrix
-        attention_bias="none",      # none | qkv (as Qwen2) | qkvo
-        mlp_bias=False,             # biases in the MLP
+        qkv_bias=False,             # biases of queries, keys and values (Qwen2)
+        qk_norm=False,              # RMSNorm on queries and keys, head by head (Qwen3)
         rope_base=10000.0,          # base of the rotary angles
         rope_scaling=(1.0, 1.0, 4.0, 8192.0),  # Llama 3's factor, low and high turns, old context
         norm_eps=1e-5,              # of RMSNorm
     ),
     data=dict(
-        path="stdlib",              # stdlib | synthetic | text, folder, glob | .bin | .npy | hf://
+        path="stdlib",              # stdlib | synthetic | file, folder or glob | hf://datasets/...
         val_path="",                # validation data; "" = the last tenth of data.path, held out
+        text_column="text",         # column with the text in .jsonl and .parquet files
         tokenizer="",               # "" = bytes | tokenizer.json, its folder, user/name on the Hub
         micro_batch_size=16,        # samples per forward and backward
         target_batch_size=16,       # samples per optimizer step: a multiple of micro_batch_size
@@ -74,7 +81,7 @@ base = dict(
     ),
     scheduler=dict(
         name="cosine",              # cosine | constant | wsd (flat, last fifth linear to minimum)
-        warmup_steps=100,           # linear from 0 to lr
+        warmup_steps=100,           # linear from 0 to lr; at most a tenth of a run it would outlast
         max_steps=0,                # horizon: length of the LR curve; 0 = run.max_steps
         min_lr_ratio=0.1,           # the curve ends at lr times this
     ),
@@ -147,7 +154,6 @@ CHOICES = {
     "run.precision": ("auto", "fp32", "bf16", "fp16"),
     "data.pin_memory": ("auto", "true", "false"),
     "optimizer.name": ("adamw", "muon"),
-    "model.attention_bias": ("none", "qkv", "qkvo"),
     "distributed.codec": ("fp32", "bf16", "int8", "int4", "int2"),
     "scheduler.name": ("cosine", "constant", "wsd"),
 }
@@ -161,8 +167,8 @@ SHARED = [("run", key) for key in ("name", "seed", "precision", "max_steps", "ev
                                    "eval_batches", "expected_loss", "sample")]
 SHARED += [(section, key) for section in ("model", "optimizer", "scheduler", "sample")
            for key in base[section] if key != "init_from"]
-SHARED += [("data", key) for key in ("path", "val_path", "tokenizer", "micro_batch_size",
-                                     "target_batch_size")]
+SHARED += [("data", key) for key in ("path", "val_path", "text_column", "tokenizer",
+                                     "micro_batch_size", "target_batch_size")]
 SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
                                             "join_warmup", "poll_interval",
                                             "commits_per_hour", "outer_lr", "outer_momentum",
@@ -170,14 +176,20 @@ SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max
                                             "max_staleness", "staleness_power", "max_norm_ratio",
                                             "squash_every")]
 
+# What belongs to one command, and not to the run that it goes on with.
+OF_THE_MOMENT = {("run", key) for key in ("name", "output_dir", "resume", "best", "plot", "export")}
+OF_THE_MOMENT |= {("distributed", key) for key in ("node_id", "hub", "status")}
+
 # ---- the command line
+
+TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def parse(text: str, default, key: str):
     """`text` as the type of `default`. Raises ValueError naming the key."""
     try:
         if isinstance(default, bool):
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            return TRUTH[text.lower()]
         if isinstance(default, tuple):
             values = tuple(float(part) for part in text.strip("()[] ").split(","))
             if len(values) != len(default):
@@ -203,63 +215,96 @@ def resolve(key: str) -> tuple[str, str]:
                          f"write the section")
     if not found:
         names = ({full.split(".")[1]: full for full in reversed(every)}
-                 | {full: full for full in every} | {"config": "config"})
+                 | {full: full for full in every})
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
         raise ValueError(f"--{key} is not a setting; the nearest is --{names[near[0]]} "
                          f"(--help lists all)")
     return tuple(found[0].split("."))
 
 
-def load_config(argv: list[str], published: dict | None = None,
-                pretrained: dict | None = None) -> dict:
+def read_flags(argv: list[str]) -> list[tuple[str, str, str]]:
+    """(section, key, text) of each flag: --key=value, --key value, or --key alone for a switch.
+    Raises ValueError, in one line, for what is no setting."""
+    flags, waiting = [], list(argv)
+    while waiting:
+        argument = waiting.pop(0)
+        name, equals, text = argument[2:].partition("=")
+        if not argument.startswith("--") or not name:
+            raise ValueError(f"{argument!r} is not a setting: write --key=value")
+        section, key = resolve(name)
+        if not equals:
+            switch = isinstance(base[section][key], bool)
+            has_value = waiting and (waiting[0].lower() in TRUTH if switch
+                                     else not waiting[0].startswith("--"))
+            if not has_value and not switch:
+                raise ValueError(f"{argument} wants a value: write {argument}=VALUE")
+            text = waiting.pop(0) if has_value else "true"
+        flags.append((section, key, text))
+    return flags
+
+
+def given(argv: list[str]) -> set[str]:
+    """The "section.key" of each flag on a command line."""
+    return {f"{section}.{key}" for section, key, _ in read_flags(argv)}
+
+
+def load_config(argv: list[str], published: dict | None = None, pretrained: dict | None = None,
+                remembered: dict | None = None) -> dict:
     """The config that command line arguments ask for, checked and with its derived values.
 
-    Precedence: base, then the named config, then what a master has `published` or the sections of a
-    `pretrained` model, then the other flags. Raises ValueError, in one line, for whatever
-    is wrong; prints the help and exits for --help.
+    Precedence: base, then the named config, then the settings of the run that goes on
+    (`remembered`, out of its checkpoint), of a master (`published`) or of a model (`pretrained`),
+    then the other flags. Raises ValueError, in one line, for whatever is wrong; prints the help
+    and exits for --help.
     """
-    name, flags = "small", []
-    for argument in argv:
-        key, equals, text = argument[2:].partition("=")
-        if argument in ("-h", "--help"):
-            print(help_text())
-            raise SystemExit(0)
-        if not argument.startswith("--") or not key:
-            raise ValueError(f"{argument!r} is not a setting: write --key=value")
-        if key == "config":
-            name = text
-        else:
-            section, key = resolve(key)
-            is_bool = isinstance(base[section][key], bool)
-            if not equals and not is_bool:
-                raise ValueError(f"{argument} wants a value: write {argument}=VALUE")
-            flags.append((section, key, text if equals else "true"))
+    if {"-h", "--help"} & set(argv):
+        print(help_text())
+        raise SystemExit(0)
+    flags = read_flags(argv)
+    name = next((text for section, key, text in reversed(flags)
+                 if (section, key) == ("run", "config")), "small")
     if name not in configs:
         raise ValueError(f"--config={name} is not known; there are {', '.join(configs)}")
     config = copy.deepcopy(base)
-    for section, values in configs[name].items():
+    for section, values in [*configs[name].items(), *(pretrained or {}).items()]:
         config[section].update(values)
+    asked = {(section, key) for section, key, _ in flags}
+    if remembered is not None:
+        began = remembered.get("run", {}).get("config", name)
+        if ("run", "config") in asked and began != name:
+            raise ValueError(f"--config={name}: this run was begun with --config={began} and goes on "
+                             f"with its own settings; leave --config out, or use another --name")
+        take_over(config, remembered, [(s, k) for s in base for k in base[s]
+                                       if (s, k) not in asked and (s, k) not in OF_THE_MOMENT])
     if published is not None:
-        given = {(section, key) for section, key, _ in flags}
-        for section, key in [shared for shared in SHARED if shared not in given]:
-            config[section][key] = check_published(published, section, key)
-    pretrained = pretrained or {"model": {}}
-    for section, values in pretrained.items():
-        config[section].update(values)
+        take_over(config, published, [pair for pair in SHARED if pair not in asked])
+        if ":" in config["model"]["name"] and ("model", "name") not in asked:
+            raise ValueError(f"the hub asks for the model {config['model']['name']}, which is code: "
+                             f"if you trust it, say --model.name={config['model']['name']} yourself")
     for section, key, text in flags:
-        value = config[section][key] = parse(text, base[section][key], f"{section}.{key}")
-        if section == "model" and value != pretrained["model"].get(key, value):
-            raise ValueError(f"--model.{key}={text}: model.init_from has "
-                             f"{pretrained['model'][key]}")
-    if published and config["data"]["tokenizer"] and ("data", "tokenizer") not in given:
+        config[section][key] = parse(text, base[section][key], f"{section}.{key}")
+    for key, value in (pretrained or {}).get("model", {}).items():
+        if config["model"][key] != value:
+            raise ValueError(f"--model.{key}={config['model'][key]}: model.init_from has {value}")
+    if published and config["data"]["tokenizer"] and ("data", "tokenizer") not in asked:
         # the hub holds it
         config["data"]["tokenizer"] = config["distributed"]["hub"].removeprefix("file://")
     config["run"]["name"] = config["run"]["name"] or name
-    other = [key for section, key, _ in flags
+    other = [key for section, key in asked
              if section in ("model", "data", "optimizer", "scheduler") or key == "max_steps"]
-    if other and not any(key == "expected_loss" for _, key, _ in flags):
+    if other and ("run", "expected_loss") not in asked:
         config["run"]["expected_loss"] = 0.0        # that was of the config as it is
     return derive(config)
+
+
+def take_over(config: dict, source: dict, keys: list):
+    """Put the settings that `source` has of (section, key) pairs into a config. They are data of
+    the right type, never code. Raises ValueError."""
+    for section, key in keys:
+        config[section][key] = check_setting(source, section, key, config[section][key])
+    length = config["scheduler"]["max_steps"]
+    if ("scheduler", "max_steps") in keys and length == source.get("run", {}).get("max_steps"):
+        config["scheduler"]["max_steps"] = 0    # it followed run.max_steps, and does so again
 
 
 def shared_settings(config: dict) -> dict:
@@ -270,24 +315,22 @@ def shared_settings(config: dict) -> dict:
     return shared
 
 
-def check_published(published: dict, section: str, key: str):
-    """A setting out of a hub: data of the right type, never code. Raises ValueError."""
-    values = published.get(section, {})
-    value = values.get(key, base[section][key]) if isinstance(values, dict) else None
-    if isinstance(base[section][key], tuple) and isinstance(value, list):
+def check_setting(source: dict, section: str, key: str, otherwise):
+    """A setting out of a checkpoint or a hub; `otherwise` where it has none. Raises ValueError."""
+    values, default = source.get(section, {}), base[section][key]
+    value = values.get(key, otherwise) if isinstance(values, dict) else None
+    if isinstance(default, tuple) and isinstance(value, (list, tuple)):
         value = tuple(v if isinstance(v, float) else math.nan for v in value)
-    if (type(value) is not type(base[section][key])
-            or isinstance(value, tuple) and len(value) != len(base[section][key])):
-        raise ValueError(f"the hub's setting {section}.{key}={value!r} is of the wrong type")
-    if (section, key) == ("model", "name") and ":" in value:
-        raise ValueError(f"the hub asks for the model {value}, which is code: if you trust it, "
-                         f"say --model.name={value} yourself")
+    if (type(value) is not type(default)
+            or isinstance(value, tuple) and len(value) != len(default)):
+        raise ValueError(f"the setting {section}.{key}={value!r} that was published or saved is "
+                         f"of the wrong type")
     return value
 
 
 def help_text() -> str:
     """Each key with its default and its comment, read from the text of `base` above."""
-    lines = [__doc__.strip(), f"\n  --config=small    {' | '.join(configs)}"]
+    lines = [__doc__.strip()]
     source = (Path(__file__).read_text(encoding="utf-8")
               .split("\nbase = dict(\n")[1].split("\n)\n")[0])
     for line in source.splitlines():
@@ -297,6 +340,29 @@ def help_text() -> str:
         elif key := re.match(r" {8}(\w+)=(.*?),(?: +# (.*))?$", line):
             lines.append(f"  --{f'{prefix}.{key[1]}={key[2]}':<40} {key[3] or ''}".rstrip())
     return "\n".join(lines)
+
+# ---- how the entry scripts begin and end
+
+
+def leave_on_signals():
+    """While no training is under way there is nothing to save: Ctrl-C, SIGTERM and a closed terminal
+    end the program at once, with status 0. The Trainer sets handlers of its own."""
+    def leave(number, frame):
+        with contextlib.suppress(OSError):      # keep: not print, which may be what is interrupted
+            os.write(1, b"stop     at once: no training is under way\n")
+        sys.exit(0)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number and not (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):
+            signal.signal(number, leave)        # nohup has it ignored
+
+
+def end(message: str | None):
+    """Print what went wrong, if anything, and leave with status 2."""
+    if message:
+        with contextlib.suppress(OSError):      # nobody may be listening
+            print(message, file=sys.stderr, flush=True)
+        sys.exit(2)
 
 # ---- cross-checks
 
@@ -341,6 +407,8 @@ def derive(config: dict) -> dict:
           f"apache-2.0")
     check(re.fullmatch(r"[^/\\\0-\x1f]+", run["name"]) and run["name"] not in (".", ".."),
           f"run.name={run['name']} is no folder name")
+    check(run["plot"] or "," not in run["name"],
+          f"run.name={run['name']}: a comma is for several runs of --plot; use another name")
 
     model["n_kv_head"] = model["n_kv_head"] or model["n_head"]
     model["d_ff"] = model["d_ff"] or 64 * math.ceil(model["d_model"] * 8 / 3 / 64)
@@ -362,6 +430,7 @@ def derive(config: dict) -> dict:
     check(0 < config["sample"]["top_p"] <= 1,
           f"sample.top_p={config['sample']['top_p']} is not above 0 and at most 1")
 
+    check(data["text_column"], "data.text_column is empty: give the name of a column")
     check(data["target_batch_size"] % data["micro_batch_size"] == 0,
           f"data.target_batch_size={data['target_batch_size']} is not a multiple of "
           f"data.micro_batch_size={data['micro_batch_size']}: it is reached by accumulation")

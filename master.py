@@ -55,9 +55,9 @@ def prepare(argv):
     tensors, parameters = swarm_tensors(model), dict(model.named_parameters())
     published = {"config": shared_settings(config),
                  "buffers": [k for k in tensors if k not in parameters]}
-    files, eos = tokenizer_files(config)
+    files, ids = tokenizer_files(config)
     try:
-        files = exported_files(model, files, eos)
+        files = exported_files(model, files, ids.get("eos_token_id"))
     except ValueError as e:
         print(f"notice   transformers will not read this hub: {e}", flush=True)
     return MasterOuterLoop(hub, config["distributed"], tensors, published,

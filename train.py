@@ -2,58 +2,89 @@
 Train on this machine: CUDA, MPS or CPU.
 
     python train.py                          # the config `small`: minutes on a laptop, no download
-    python train.py --config=small --resume  # go on where it stopped
-    python train.py --config=small --resume --sample="def "     # continue a text
-    python train.py --config=small --resume --export=DIR        # a folder that transformers reads
+    python train.py --resume                 # go on where it stopped, with its own settings
+    python train.py --resume --sample="def "   # continue a text; with --best: the best checkpoint
+    python train.py --resume --export=DIR    # a folder that transformers reads
     python train.py --name=a,b --plot        # loss.svg of one run, or of several
     python train.py --help                   # every setting
 """
 import sys
-from pathlib import Path
+
+from config import end, given, leave_on_signals, load_config
+
+if __name__ == "__main__":
+    leave_on_signals()      # before torch is imported, which takes seconds
 
 import torch
 
-from config import load_config
 from model import build_model, export, exported_files, pretrained_config
-from trainer import Trainer, TrainingError, build_data, plot, tokenizer_files
+from trainer import (Text, Trainer, TrainingError, build_data, checkpoints, load_checkpoint,
+                     load_model, out_of_memory, plot, run_folder, sample_text, say, show_sample,
+                     tokenizer_files)
+
+
+def use(argv, config):
+    """Sample from a run, or export it, as its newest or best checkpoint has it: without training
+    data."""
+    path, state = load_checkpoint(config)
+    config = load_config(argv, remembered=state["config"])
+    model = build_model({**config["model"], "init_from": ""})
+    load_model(model, state, path)
+    say(f"notice   {path}, at step {state['step']:,}: no training")
+    if "run.sample" in given(argv):
+        show_sample(sample_text(model, config, Text(config), config["sample"]["tokens"]))
+    if "run.export" in given(argv):
+        save(model, config)
+
+
+def save(model, config):
+    files = exported_files(model, *tokenizer_files(config), config["model"]["init_from"])
+    export(model, config["run"]["export"], files)
+    say(f"export   {config['run']['export']}")
+
+
+def train(argv, config):
+    if config["run"]["resume"]:
+        config = load_config(argv, remembered=load_checkpoint(config, check=False)[1]["config"])
+    elif config["model"]["init_from"]:
+        config = load_config(argv, pretrained=pretrained_config(config["model"]))
+    run = config["run"]
+    torch.manual_seed(run["seed"])      # the weights
+    data = build_data(config)
+    # the weights of a run that goes on are in its checkpoint
+    source = "" if run["resume"] else config["model"]["init_from"]
+    model = build_model({**config["model"], "init_from": source})
+    if run["export"]:                   # what cannot be exported is said before the training
+        exported_files(model, *tokenizer_files(config))
+    trainer = Trainer(model, config, *data)
+    trainer.train()
+    if run["export"] and not trainer.stop_signal:
+        save(model, config)
 
 
 def main(argv):
+    """Returns what went wrong, in one line. A bug keeps its traceback."""
     try:
         config = load_config(argv)
-        if config["run"]["plot"]:
-            return print(f"plot     {plot(config)}")
-        if config["model"]["init_from"]:
-            config = load_config(argv, pretrained=pretrained_config(config["model"]))
-        run, folder = config["run"], config["run"]["export"]
-        torch.manual_seed(run["seed"])  # the weights
-        data = build_data(config)
-        model = build_model(config["model"])
-        if folder:              # what cannot be exported is said before the training
-            files = exported_files(model, *tokenizer_files(config))
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        trainer = Trainer(model, config, *data)
-    except (ValueError, OSError, TrainingError) as e:
-        # a mistake of the user: one line. Anything else is ours, with its traceback
-        return f"error: {e}"
-    asked = any(a.split("=")[0] in ("--sample", "--run.sample") for a in argv) and run["resume"]
-    try:
-        if asked or run["resume"] and folder:
-            print(f"notice   at step {trainer.step}: no training; without --sample and --export "
-                  f"--resume goes on", flush=True)
+        run = config["run"]
+        there = run["resume"] or run["best"] or checkpoints(run_folder(config))
+        if run["plot"]:
+            say(f"plot     {plot(config)}")
+        elif there and {"run.sample", "run.export"} & given(argv):
+            use(argv, config)
+        elif run["best"] and not run["resume"]:
+            raise ValueError("--best wants --resume, --sample or --export with it")
         else:
-            trainer.train()
-        if asked:
-            trainer.print_sample(whole=True)
-        if folder and not trainer.stop_signal:
-            export(model, folder, files)
-            print(f"export   {folder}", flush=True)
-    except (TrainingError, OSError) as e:
+            train(argv, config)
+    except (ValueError, OSError, TrainingError) as e:
         return f"error: {e}"
+    except KeyboardInterrupt:       # the second signal
+        sys.exit("stop     at once: what the newest checkpoint does not hold is lost")
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        return f"error: {out_of_memory(e)}"
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8
-    if message := main(sys.argv[1:]):
-        print(message, file=sys.stderr)
-        sys.exit(2)
+    end(main(sys.argv[1:]))

@@ -2,20 +2,24 @@
 Data, device, precision, optimizer, checkpoints and THE LOOP.
 Needs torch and numpy; knows nothing of any model.
 
+    config = {"run": {"name": "mine", "max_steps": 200}, "data": {"path": "texts/"}}
     trainer = Trainer(model, config, *build_data(config))     # or your own Dataset or DataLoader
     trainer.train()
 
 A model is any nn.Module called as model(input_ids, labels, attention_mask) that returns a loss, a
-tuple, a dict or only logits. `config` is the nested dict of config.py. A coordinator, if there is
-one, is called between the steps: this is where a swarm hooks in. One process, one device: no DDP,
-no sharding.
+tuple, a dict or only logits. `config` is a nested dict; what it leaves out is in DEFAULTS. A
+coordinator, if there is one, is called between the steps: this is where a swarm hooks in. One
+process, one device: no DDP, no sharding.
 """
+import codecs
 import contextlib
 import ctypes
+import functools
 import glob
+import gzip
 import hashlib
-import html
 import inspect
+import io
 import itertools
 import json
 import math
@@ -28,6 +32,7 @@ import sysconfig
 import threading
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -37,36 +42,67 @@ import torch.nn.functional as F
 from filelock import FileLock, Timeout
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+# What a config leaves out. config.py explains each key; a test holds the two equal.
+DEFAULTS = dict(
+    run=dict(name="small", seed=1337, device="auto", precision="auto", compile=False,
+             gradient_checkpointing=False, max_steps=1000, resume=False, best=False,
+             output_dir="runs", eval_every=100, eval_batches=20, sample="", expected_loss=0.0),
+    model=dict(name="reference_transformer", init_from="", vocab_size=256, block_size=256),
+    data=dict(path="stdlib", val_path="", tokenizer="", text_column="text", micro_batch_size=16,
+              target_batch_size=16, num_workers=0, prefetch_factor=2, pin_memory="auto"),
+    optimizer=dict(name="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+                   grad_clip=1.0, fused=True),
+    scheduler=dict(name="cosine", warmup_steps=100, max_steps=0, min_lr_ratio=0.1),
+    checkpoint=dict(every_steps=250, keep_last=2),
+    logging=dict(every_steps=10, tensorboard=False),
+    sample=dict(tokens=400, temperature=0.8, top_k=0, top_p=1.0),
+    distributed=dict(node_id=""),
+)
 IGNORE = -100      # a label that does not count
 WARM_STEPS = 3     # first steps of an invocation, left out of the token rate
-PIECE = 1 << 17    # characters of text that are tokenized as one,
-PIECES = 16        # and how many of those at a time, in parallel: 200 MiB
-# keep: where text is cut for that, best first: where no usual tokenizer has one token over the cut,
-# nor, with one more character on each side, another token beside it. Not beside what may be a
-# special token, and not before "/", which some patterns join to a line end.
-CUTS = [re.compile(pattern, re.S) for pattern in (
-    r".*\n(?=[^\s/<[])", r".*[^\s>\]](?= [^\s<[])", r".*\S(?=\S)", r".+")]
-SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-# of Okabe and Ito, which the colour-blind tell apart, but for the yellow
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+SKIPPED = 100      # updates in a row that fp16 may skip before the run stops
 
 
 class TrainingError(RuntimeError):
     """What stops a run and is not a bug:
-    a loss that is no number, a full disk, a token out of range."""
+    a loss that is not finite, a full disk, a token out of range."""
+
+
+def fill_defaults(config: dict) -> dict:
+    """Add to a config, in place, the sections and keys that it leaves out. Raises ValueError for a
+    target batch that microbatches cannot make up."""
+    for section, values in DEFAULTS.items():
+        config[section] = {**values, **config.get(section, {})}
+    data, scheduler = config["data"], config["scheduler"]
+    if data["target_batch_size"] % data["micro_batch_size"]:
+        raise ValueError(f"data.target_batch_size={data['target_batch_size']} is not a multiple of "
+                         f"data.micro_batch_size={data['micro_batch_size']}")
+    data["accumulation"] = data["target_batch_size"] // data["micro_batch_size"]
+    scheduler["max_steps"] = scheduler["max_steps"] or config["run"]["max_steps"]
+    return config
 
 
 def say(line: str):
-    print(line, flush=True)
+    """Print a line at once. A run outlives its output: what a terminal cannot show becomes "?",
+    and once the terminal or the pipe is gone all that is printed goes nowhere."""
+    try:
+        print(line, flush=True)
+    except UnicodeEncodeError as e:
+        print(line.encode(e.encoding, "replace").decode(e.encoding), flush=True)
+    except (OSError, ValueError):       # ValueError: it was closed
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())   # for all that still holds the old one, too
+            os.close(nowhere)
 
 
-def one_line(e: Exception) -> str:
+def one_line(e: BaseException) -> str:
     return " ".join(str(e).split()) or type(e).__name__
 
 # ---- data: a pure function of (seed, node id, counter)
 
 
-def mix(*parts) -> int:
+def hash64(*parts) -> int:
     """64 well-mixed bits of the parts, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
@@ -93,7 +129,10 @@ def permute(i: int, n: int, key: int) -> int:
 class Tokens:
     """Token files end to end as one array.
     Nothing is kept in memory or open: a read is a seek and a copy."""
-    sources, bytes_per_token = (), None     # where they are from; None = not known
+    paths = ()              # the files of the user that the tokens are from
+    digest = ""             # of their names and sizes
+    summary = ""            # the same for people
+    bytes_per_token = None  # None = not known
 
     def __init__(self, files):
         self.files = [f for f in files if f[3]]                 # (path, dtype, byte offset, tokens)
@@ -104,6 +143,7 @@ class Tokens:
         return self.starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
+        """The tokens start to start + count, (count,), in the integer type of their files."""
         parts, k = [], int(np.searchsorted(self.starts_array, start, side="right")) - 1
         while count:
             path, dtype, offset, length = self.files[k]
@@ -120,6 +160,7 @@ class Tokens:
 class Synthetic:
     """Endless arithmetic sequences, 64 tokens each:
     start and stride are random, so only context predicts them."""
+    paths, digest, summary, bytes_per_token = (), "synthetic", "endless", None
 
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
@@ -136,26 +177,29 @@ class Synthetic:
 
 
 class Windows(Dataset):
-    """Item i is a window of block_size tokens and its labels: {"input_ids": (T,), "labels": (T,)}.
+    """Item i is a window of block_size tokens and its labels: {"input_ids": (T,), "labels": (T,)},
+    both int64. It depends on (run.seed, node_id, i) alone.
 
     Training: epoch after epoch, each in an order and with an offset of its own. Validation (count
-    given): the same `count` windows spread over all tokens. Raises ValueError when there are not
-    enough tokens for one window.
+    given): the same `count` windows spread over all tokens. `fingerprint` goes into a checkpoint,
+    for data_change(). Raises ValueError when there are not enough tokens for one window, and
+    TrainingError at an item with a token outside the vocabulary.
     """
 
     def __init__(self, source, start: int, stop: int, config: dict, key: str, count: int = 0):
         self.source, self.start, self.tokens, self.count = source, start, stop - start, count
-        self.vocab_size, self.block_size = (
-            config["model"]["vocab_size"], config["model"]["block_size"])
+        self.vocab_size = config["model"]["vocab_size"]
+        self.block_size = config["model"]["block_size"]
         self.key = (config["run"]["seed"], config["distributed"]["node_id"])
-        self.bytes_per_token = getattr(source, "bytes_per_token", None)
+        self.bytes_per_token = source.bytes_per_token
         self.windows = (self.tokens - 1) // self.block_size
+        self.fingerprint = {"tokens": len(source), "first": start, "windows": self.windows,
+                            "digest": source.digest}
         if self.windows < 1:
-            raise ValueError(f"data.{key}={config['data'][key]} is too short: "
-                             f"{self.tokens:,} tokens "
-                             f"for {'validation' if count else 'training'} are no window of "
-                             f"model.block_size={self.block_size}; "
-                             f"give more text, or a smaller one")
+            raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} "
+                             f"tokens for {'validation' if count else 'training'} are no window of "
+                             f"model.block_size={self.block_size}; give more text, or a smaller "
+                             f"one")
 
     def __len__(self):
         return self.count or self.windows
@@ -166,9 +210,10 @@ class Windows(Dataset):
         else:
             epoch, i = divmod(i, self.windows)
             # window borders move from epoch to epoch
-            shift = mix(*self.key, epoch, "shift") % self.block_size
-            first = permute(i, self.windows, mix(*self.key, epoch)) * self.block_size + shift
+            shift = hash64(*self.key, epoch, "shift") % self.block_size
+            first = permute(i, self.windows, hash64(*self.key, epoch)) * self.block_size + shift
             first %= self.tokens - self.block_size
+        # one token more: labels are the inputs, one further
         tokens = self.source.read(self.start + first, self.block_size + 1)
         if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= self.vocab_size:
             strange = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -178,125 +223,365 @@ class Windows(Dataset):
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
-def token_file(path: str) -> tuple:
-    """(path, dtype, byte offset, tokens) of one file:
-    .npy, .bin of nanoGPT (uint16) or llm.c (with its header), else text."""
-    size = os.path.getsize(path)
-    if path.endswith(".npy"):
-        with open(path, "rb") as f:
+def data_change(before: dict, now: dict) -> str:
+    """What differs between two fingerprints of Windows, as a sentence. "" if nothing does, or if
+    one of them is empty."""
+    if not before or not now or before == now:
+        return ""
+    if before["tokens"] != now["tokens"]:
+        verb = "grown" if before["tokens"] < now["tokens"] else "shrunk"
+        what = f"the data has {verb} from {before['tokens']:,} to {now['tokens']:,} tokens"
+    elif before["digest"] != now["digest"]:
+        what = "the data is in other files than before"
+    else:
+        what = f"the data is cut into {now['windows']:,} windows, not {before['windows']:,}"
+    return f"{what}: the order of the windows is a new one from here on"
+
+# ---- files: what data.path names, and the text in them
+
+BLOCK = 1 << 20     # bytes that are read at a time
+KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+         ".csv": "csv", ".tsv": "csv", ".bin": "token", ".npy": "token"}    # all others: text
+ORDER = ("parquet", "jsonl", "csv", "text", "packed", "token")    # which kind counts in a repo
+WANTED = ("wanted are texts in UTF-8, .jsonl or .parquet, or tokens in .bin or .npy "
+          "(a glob such as folder/*.txt leaves the rest out)")
+# First bytes that give a refusal its name. All else is refused for a zero byte or bad UTF-8.
+MAGIC = {
+    rb"\xff\xfe|\xfe\xff": "UTF-16 text (iconv -f UTF-16 -t UTF-8 converts it)",
+    rb"\x1f\x8b": "gzip data in a file that is not named .gz",
+    rb"PK\x03\x04": "a zip archive, as are .npz, .docx and PyTorch's .pt",
+    rb"\x89PNG|\xff\xd8\xff": "an image", rb"%PDF-": "a PDF",
+    rb"\x80[\x02-\x05]": "a Python pickle", rb".{4}\0{4}\{": "a file of model weights",
+}
+# A dataset repo: what its data is called, what lies beside it, and how it names its splits.
+DATA_FILE = re.compile(r"\.(parquet|(jsonl|ndjson|json|csv|tsv|txt)(\.gz)?|npy|bin)$", re.I)
+NOT_DATA = re.compile(r"(^|/)(\.|(readme|license|dataset_infos?|dataset_dict)\b)", re.I)
+SPLITS = {"train": "train", "training": "train", "validation": "validation", "test": "test",
+          "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
+
+
+def walk(folder: str, seen: set):
+    """Yield every file below a folder. Links are followed, but each real folder is read once, so
+    that loops end. Hidden files and Python's caches are left out."""
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if name.startswith(".") or name == "__pycache__":
+            continue
+        if os.path.isdir(path):
+            yield from walk(path, seen)
+        else:
+            yield path
+
+
+def find_local(path: str) -> tuple[str, list[str]]:
+    """(folder, what is found in it) for a file, a folder or a glob. What is there is no glob."""
+    path = os.path.expanduser(path)
+    if os.path.isfile(path):
+        return os.path.dirname(path), [path]
+    if os.path.isdir(path):
+        return path, list(walk(path, set()))
+    # A glob, below the longest folder that is there as it is written ("texts [v2]/*.txt").
+    root = Path(path)
+    while not root.is_dir():
+        root = root.parent
+    pattern = Path(path).relative_to(root).as_posix()
+    if "**" not in pattern.split("/"):
+        return str(root), glob.glob(os.path.join(glob.escape(str(root)), pattern))
+    from fsspec.utils import glob_translate     # comes with torch
+    # keep: not glob's own **, which never ends where two links lead up
+    wanted = re.compile(glob_translate(pattern))
+    return str(root), [f for f in walk(str(root), set())
+                       if wanted.match(Path(f).relative_to(root).as_posix())]
+
+
+def split_of(name: str) -> str:
+    """The split in a path such as data/train-00000-of-00002.parquet, or ""."""
+    found = [SPLITS[word] for word in re.findall("[a-z]+", name.lower()) if word in SPLITS]
+    return found[0] if found else ""
+
+
+def choose(names: list[str], wanted: tuple) -> list[str]:
+    """The data files of a dataset repo, of the first split in `wanted` that it has.
+    Raises ValueError if it has others only, or several configurations."""
+    found = [name for name in names if DATA_FILE.search(name) and not NOT_DATA.search(name)]
+    splits = sorted({split_of(name) for name in found} - {""})
+    if splits and not set(wanted) & set(splits):
+        raise ValueError(f"there is no {wanted[0]} split, only {', '.join(splits)}: "
+                         f"add the file you want to the path")
+    split = next((s for s in wanted if s in splits), "")
+    found = [name for name in found if split_of(name) == split]
+    # The same rows may be there in several kinds of files: only one is read.
+    kind = min(map(kind_of, found), key=ORDER.index, default="")
+    found = [name for name in found if kind_of(name) == kind]
+    # Folders that each have the split are configurations (en/train.jsonl, de/train.jsonl).
+    folders = {name: "/".join(f for f in name.split("/")[:-1] if not split_of(f)) for name in found}
+    configs = sorted(set(folders.values()))
+    if splits and len(configs) > 1 and "default" not in configs:
+        raise ValueError(f"there are {len(configs)} configurations ({', '.join(configs)[:200]}): "
+                         f"add one to the path, or a glob")
+    return [name for name in found if "default" not in configs or folders[name] == "default"]
+
+
+def find_on_hub(path: str, key: str) -> dict[str, str]:
+    """{name: local copy} for hf://datasets/user/name, a folder or a file in it, or a glob.
+    Raises OSError or ValueError."""
+    from huggingface_hub import HfFileSystem, hf_hub_download   # only here: no network otherwise
+    try:
+        fs = HfFileSystem()
+        whole = fs.isdir(path)
+        root = fs.resolve_path(path).path_in_repo + "/" if whole else ""
+        found = [fs.resolve_path(f) for f in (fs.find(path) if whole else fs.glob(path))]
+        found = {f.path_in_repo.removeprefix(root): f for f in found}
+        names = sorted(found)
+        if whole:   # a validation set may be in the same repo
+            names = choose(names, ("train",) if key == "path" else ("validation", "test"))
+            say(f"notice   {path}: reading {len(names):,} of its {len(found):,} files")
+        return {name: hf_hub_download(
+            found[name].repo_id, found[name].path_in_repo, repo_type=found[name].repo_type,
+            revision=found[name].revision) for name in names}
+    except Exception as e:  # the network has many ways to fail
+        kind = ValueError if isinstance(e, ValueError) else OSError
+        raise kind(f"data.{key}={path} cannot be read: {one_line(e)[:300]}") from e
+
+
+def find_files(config: dict, key: str) -> dict[str, str]:
+    """{name: path} of the files behind data.path or data.val_path (`key`), in an order that does
+    not depend on the machine. A name is the path within the folder. Raises OSError, ValueError."""
+    path, run = config["data"][key], config["run"]
+    if path == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+        files = {f.relative_to(root).as_posix(): str(f) for f in root.rglob("*.py")
+                 if not skip & set(f.relative_to(root).parts)}
+        # shuffled by name: the last tenth, which is held out, is then like the rest
+        return {name: files[name] for name in sorted(files, key=hash64)}
+    if path.startswith("hf://"):
+        files = find_on_hub(path, key)
+    else:
+        root, found = find_local(path)
+        # What a run writes is no data, unless data.path leads into it.
+        top = Path(os.path.realpath(root))
+        own = [run["output_dir"], run.get("export"), config["distributed"].get("hub")]
+        own = {Path(os.path.realpath(f.removeprefix("file://"))) for f in own if f}
+        own -= {top, *top.parents}
+        once = {}       # by real path: a link to a file that is there anyway adds nothing
+        for f in sorted(filter(os.path.isfile, found)):
+            real = os.path.realpath(f)
+            if not own.intersection(Path(real).parents):
+                once.setdefault(real, f)
+        files = {Path(os.path.relpath(f, root or ".")).as_posix(): f for f in once.values()}
+        files = dict(sorted(files.items()))
+    if not files:
+        raise FileNotFoundError(f"data.{key}={path}: nothing there; "
+                                f"give a file, a folder, a glob, stdlib or synthetic")
+    return files
+
+
+def kind_of(path: str) -> str:
+    """parquet, jsonl, csv, token, text or packed (text in a .gz), by the name."""
+    name = path.lower()
+    kind = KINDS.get(os.path.splitext(name.removesuffix(".gz"))[1], "text")
+    if name.endswith(".gz") and kind not in ("jsonl", "csv"):
+        return "packed"
+    return kind
+
+
+def open_bytes(path: str):
+    """A file open for reading bytes, unpacked if it is a .gz.
+    Raises ValueError if its first bytes say that it is no text."""
+    f = gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
+    what = next((MAGIC[m] for m in MAGIC if re.match(m, f.peek(16), re.S)), None)
+    if what:
+        f.close()
+        raise ValueError(f"this is {what}; {WANTED}")
+    return f
+
+
+def read_text(path: str):
+    """Yield a file's text in blocks. Raises ValueError, with the place, at what is not UTF-8."""
+    decoder, done, block = codecs.getincrementaldecoder("utf-8-sig")(), 0, None
+    with open_bytes(path) as f:
+        while block != b"":
+            block = f.read(BLOCK)
+            if b"\0" in block:
+                raise ValueError(f"byte {done + block.index(0):,} is zero: not text; {WANTED}")
+            done += len(block)
             try:
-                version = np.lib.format.read_magic(f)
-                shape, _, dtype = (np.lib.format.read_array_header_1_0 if version == (1, 0)
-                                   else np.lib.format.read_array_header_2_0)(f)
-            except Exception as e:  # numpy reads the header as Python text
-                raise ValueError(f"{path} is no .npy file: {one_line(e)}") from None
-            if (len(shape) != 1 or dtype.kind not in "iu"
-                    or f.tell() + shape[0] * dtype.itemsize > size):
-                raise ValueError(f"{path} must hold one whole row of integers, not {dtype} {shape}")
-            return path, dtype.str, f.tell(), shape[0]
-    if not path.endswith(".bin"):
-        return path, "u1", 0, size
-    with open(path, "rb") as f:
-        header = np.frombuffer(f.read(12), "<i4") if size >= 1024 else np.zeros(3)
-    dtype, offset = {20240520: ("<u2", 1024), 20240801: ("<u4", 1024)}.get(
-        int(header[0]), ("<u2", 0))
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as e:     # e.object: what was left before, and the block
+                at = done - len(e.object) + e.start
+                raise ValueError(f"not UTF-8 text at byte {at:,}: {e.reason}; {WANTED}") from None
+            yield text
+
+
+def read_json(path: str, column: str):
+    """Yield the row in each line of a file, and for an empty line one without a text."""
+    with open_bytes(path) as f:
+        for line in f:
+            try:
+                row = json.loads(line.decode("utf-8-sig")) if line.strip() else {column: None}
+            except (ValueError, RecursionError):
+                row = None
+            yield row
+
+
+def read_parquet(path: str, column: str):
+    """Yield the rows of a .parquet file, with one column. Some are in memory at a time."""
+    try:
+        from pyarrow import parquet     # only here: an optional package
+    except ImportError:
+        raise ValueError("this needs a package: pip install pyarrow") from None
+    # keep: a buffer, and no pre_buffer, or a whole row group is held in memory
+    with parquet.ParquetFile(path, buffer_size=BLOCK, pre_buffer=False) as f:
+        names = f.schema_arrow.names
+        if column not in names:
+            yield dict.fromkeys(names)      # row_text() refuses it with the names
+        for rows in f.iter_batches(64, columns=[column]):
+            yield from rows.to_pylist()
+
+
+def row_text(row: dict, column: str) -> str:
+    """The text of a row, "" if it has none. Raises ValueError."""
+    if not isinstance(row, dict):
+        raise ValueError('no JSON object in UTF-8; wanted is one {"text": ...} in each line')
+    if column not in row:
+        raise ValueError(f"no column {column!r}; there are {', '.join(row)[:200]}: "
+                         f"--data.text-column=NAME")
+    text = "" if row[column] is None else row[column]
+    if not isinstance(text, str):
+        raise ValueError(f"{column!r} is of type {type(text).__name__}, not text")
+    text.encode()       # half of a surrogate pair is no text
+    return text
+
+
+def documents(path: str, column: str):
+    """Yield (text, whether a document ends with it) for a file. A row is a document, a file of
+    plain text is one, in blocks. Raises ValueError, with the place, for what is not text."""
+    kind, place, problem = kind_of(path), path, ""
+    try:
+        if kind == "csv":
+            raise ValueError('convert it to .jsonl, one {"text": ...} a line')
+        if kind in ("text", "packed"):
+            for text in read_text(path):
+                yield text, False
+            yield "", True
+            return
+        place = f"{path}, row 1"
+        rows = read_parquet(path, column) if kind == "parquet" else read_json(path, column)
+        for number, row in enumerate(rows, 2):
+            if text := row_text(row, column):
+                yield text, True
+            place = f"{path}, row {number:,}"   # what fails next is there
+    except Exception as e:      # a damaged file has many ways to fail
+        problem = one_line(e)[:300]
+    # keep: outside of except. With an OSError as its context it would count as a failed write
+    if problem:
+        raise ValueError(f"{place}: {problem}")
+
+
+def token_file(path: str, vocab_size: int = 0) -> tuple:
+    """(path, dtype, byte offset, tokens) of a .npy row of integers, or a .bin of nanoGPT (uint16)
+    or llm.c (with its header). Raises ValueError."""
+    if path.lower().endswith(".npy"):
+        try:
+            array = np.load(path, mmap_mode="r")
+        except Exception as e:      # numpy reads the header as Python text
+            raise ValueError(f"{path} is no .npy file, or cut off: {one_line(e)}") from None
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{path} must hold one row of integers")
+        return path, array.dtype.str, array.offset, len(array)
+    size = os.path.getsize(path)
+    header = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0]       # llm.c's, if it has one
+    if header[0] == 0x04034B50:
+        raise ValueError(f"{path} is a zip archive, as are PyTorch's weights; {WANTED}")
+    dtype, offset = {20240520: ("<u2", 1024), 20240801: ("<u4", 1024)}.get(header[0], ("<u2", 0))
     count, rest = divmod(size - offset, int(dtype[2]))
     if rest or offset and count != header[2]:
         raise ValueError(f"{path} has {size} bytes, which is no whole number of tokens: "
                          f"cut off, or not a token file")
+    if not offset and vocab_size > 1 << 16:
+        raise ValueError(f"{path} has no header, so its tokens are uint16, but model.vocab_size="
+                         f"{vocab_size} is above 65,536: write a .npy, or llm.c's header")
     return path, dtype, offset, count
 
+# ---- tokens: text becomes numbers
 
-def find_files(path: str, key: str) -> list[str]:
-    """The files that data.path names, in an order that does not depend on the machine.
-    Raises OSError."""
-    if path == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-        found = [str(f) for f in root.rglob("*.py") if not skip & set(f.relative_to(root).parts)]
-        # shuffled by name: the last tenth, which is held out, is then like the rest
-        return sorted(found, key=lambda f: mix(Path(f).relative_to(root).as_posix()))
-    if path.startswith("hf://"):
-        # only here: training needs no network
-        from huggingface_hub import HfFileSystem, hf_hub_download
-        fs = HfFileSystem()
+PIECE = 1 << 16     # characters of a long text that are tokenized as one,
+BATCH = 1 << 20     # and together, in parallel: 200 MiB, 400 of Chinese
+HEADER = 128        # bytes that numpy puts before a row of numbers
+BREAK = b"\n\n"     # between documents, for a model of bytes
+SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # and for one of tokens
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+BESIDE = ["special_tokens_map.json", "tokenizer_config.json", "added_tokens.json",
+          "chat_template.jinja"]
+
+
+def read_tokenizer(name: str) -> dict[str, bytes]:
+    """{name: content} of the tokenizer.json of a data.tokenizer, and of what belongs to it and is
+    there. Raises OSError, in one line, if there is none."""
+    path = Path(name).expanduser()
+    if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        from huggingface_hub import snapshot_download
         try:
-            found = [fs.resolve_path(f)
-                     for f in sorted(fs.find(path) if fs.isdir(path) else fs.glob(path))]
-            found = [hf_hub_download(f.repo_id, f.path_in_repo, repo_type=f.repo_type,
-                                     revision=f.revision) for f in found]
-        except Exception as e:  # the network has many ways to fail
-            raise OSError(f"data.{key}={path}: {one_line(e)}") from e
-    elif os.path.isdir(path):
-        found = sorted(str(f) for f in Path(path).rglob("*") if f.is_file()
-                       and not any(part.startswith(".") for part in f.relative_to(path).parts))
-    else:
-        found = [path] if os.path.isfile(path) else sorted(
-            f for f in glob.glob(path, recursive=True) if os.path.isfile(f))
-    if not found:
-        raise FileNotFoundError(f"data.{key}={path}: nothing there; "
-                                f"give a file, a folder, a glob, stdlib or synthetic")
-    return found
-
-
-def tokenizer_paths(name: str) -> list[Path]:
-    """tokenizer.json of a data.tokenizer, and what belongs to it and is there.
-    Raises ValueError or OSError, in one line, if there is none."""
-    path, more = Path(name), ["tokenizer_config.json", "chat_template.jinja"]
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-            raise FileNotFoundError(f"data.tokenizer={name}: no tokenizer.json there; "
-                                    f"give one, a folder that holds it, or user/name on the Hub")
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import RemoteEntryNotFoundError
-        try:
-            path = Path(hf_hub_download(name, "tokenizer.json"))
-            for beside in more:     # they come to lie beside it
-                with contextlib.suppress(RemoteEntryNotFoundError):
-                    hf_hub_download(name, beside)
+            path = Path(snapshot_download(name, allow_patterns=["tokenizer.json", *BESIDE]))
         except Exception as e:  # the network has many ways to fail
             raise OSError(f"data.tokenizer={name} is no file here, and the Hub does not give it: "
                           f"{one_line(e)[:200]}") from None
-    return [path] + [p for p in map(path.with_name, more) if p.is_file()]
-
-
-def load_tokenizer(name: str):
-    """(tokenizer, size of its vocabulary, id of the token between documents or None, its files) of
-    a data.tokenizer. Raises ValueError or OSError, in one line, if it cannot be used."""
-    # else it warns when a DataLoader forks, which is harmless: those processes only read
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    try:
-        from tokenizers import Tokenizer    # only here: bytes need no package
-    except ImportError:
-        raise ValueError(f"data.tokenizer={name} needs a package: pip install tokenizers") from None
-    path, *beside = paths = tokenizer_paths(name)
-    try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
-        eos = (json.loads(beside[0].read_text("utf-8")).get("eos_token")
-               if beside and beside[0].name == "tokenizer_config.json" else None)
-        size = 1 + max(tokenizer.get_vocab().values())
-    except Exception as e:  # tokenizers has many ways to fail
-        raise ValueError(f"data.tokenizer={name} cannot be used: {one_line(e)[:200]}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    ids = [tokenizer.token_to_id(token) for token in (eos, *SEPARATORS) if isinstance(token, str)]
-    separator = next((i for i in ids if i is not None), None)
-    return tokenizer, size, separator, paths
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"data.tokenizer={name}: no tokenizer.json there; "
+                                f"give one, a folder that holds it, or user/name on the Hub")
+    beside = [p for p in map(path.with_name, BESIDE) if p.is_file()]
+    return {"tokenizer.json": path.read_bytes(), **{p.name: p.read_bytes() for p in beside}}
 
 
 class Text:
-    """Prompts as token ids and back: as bytes, or by data.tokenizer, which is read once."""
+    """Text as token ids and back: by data.tokenizer, or as bytes if it is "".
+    Raises ValueError or OSError, in one line, for a tokenizer that cannot be used."""
+    tokenizer, size = None, 256     # of the package tokenizers, and its largest id + 1
 
     def __init__(self, config: dict):
-        name = config["data"]["tokenizer"]
-        self.tokenizer = load_tokenizer(name)[0] if name else None
+        self.files, self.ids = {}, {}   # its files, and ids such as {"eos_token_id": 0}
+        if config["data"]["tokenizer"]:
+            self.load(config["data"]["tokenizer"])
+        self.eos = self.ids.get("eos_token_id")     # ends a text
+
+    def load(self, name: str):
+        # else it warns when a DataLoader forks, which is harmless: those processes only read
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        try:
+            from tokenizers import Tokenizer    # only here: bytes need no package
+        except ImportError:
+            raise ValueError(f"data.tokenizer={name} needs: pip install tokenizers") from None
+        self.files = read_tokenizer(name)
+        try:
+            self.tokenizer = Tokenizer.from_buffer(self.files["tokenizer.json"])
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            vocab = self.tokenizer.get_vocab()
+            self.size = 1 + max(vocab.values())
+            self.find_special_tokens(vocab)
+        except Exception as e:  # tokenizers has many ways to fail
+            raise ValueError(f"data.tokenizer={name} cannot be used: {one_line(e)[:200]}") from None
+
+    def find_special_tokens(self, vocab: dict):
+        """Those that the files name, as far as the tokenizer has them. The end of a text is also
+        found by its usual names."""
+        named = [("eos_token", name) for name in reversed(SEPARATORS)]
+        for file in BESIDE[:2]:
+            named += json.loads(self.files.get(file, b"{}")).items()
+        for kind, token in named:       # what comes later counts more
+            name = token.get("content") if isinstance(token, dict) else token
+            if kind in SPECIAL and isinstance(name, str) and name in vocab:
+                self.ids[f"{kind}_id"] = vocab[name]
 
     def encode(self, text: str) -> list[int]:
-        """With the token that starts a text if the tokenizer puts one there (as transformers does
-        with what is exported)."""
+        """With the token that starts a text, if the tokenizer puts one there."""
         return self.tokenizer.encode(text).ids if self.tokenizer else list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
@@ -305,163 +590,343 @@ class Text:
                 else bytes(i for i in ids if i < 256).decode(errors="replace"))
 
 
-def pieces(path: str):
-    """A text file in pieces (text, start, stop) such that the tokens of each text[start:stop], read
-    within its text, are together those of the whole file. The last one has stop None."""
-    with open(path, encoding="utf-8", errors="replace", newline="") as f:
-        lead, text = "", f.read(PIECE)
-        while more := f.read(PIECE):
-            kind, cut = next((k, m.end()) for k, c in enumerate(CUTS) if (m := c.match(text)))
-            # one character more: space at the end of a text has other tokens than inside
-            tail = text[cut:cut + 1] if kind < 2 else ""
-            yield lead + text[:cut] + tail, len(lead), len(lead) + cut if tail else math.inf
-            text = text[cut:] + more
-            # and one before: some tokenizers put a space at the start of a text
-            lead = "a" if text[0].isspace() else "\n"
-        yield lead + text, len(lead), None
+def cut(text: str) -> int:
+    """Where to cut a long text so that the tokens of its parts are those of the whole: in front of
+    the last space (if there is none, line end) that follows a letter or sign. No usual tokenizer
+    has a token across such a place. Some have one across the end of a line: blank lines, CRLF."""
+    for mark in (" ", "\n"):
+        at = text.rfind(mark)
+        # also not behind what may be a special token: some put a space behind those
+        while at > 0 and (text[at - 1].isspace() or text[at - 1] in ">]"):
+            at = text.rfind(mark, 0, at)
+        if at > 0:
+            return at
+    return len(text)
 
 
-def tokenize(files: list[str], tokenizer, separator: int | None):
-    """Yield (token ids, about so many bytes of text), a separator at the end of each file."""
-    work = itertools.chain.from_iterable(map(pieces, files))
-    while batch := list(itertools.islice(work, PIECES)):
-        try:
-            encoded = tokenizer.encode_batch([text for text, _, _ in batch],
-                                             add_special_tokens=False)
-        except Exception as e:  # a character that it has no token for, say
-            raise TrainingError(f"data.tokenizer fails on the text: {one_line(e)}") from None
-        for (text, start, stop), found in zip(batch, encoded):
-            first, last = 0, len(found)
-            while start and first < last and found.token_to_chars(first)[1] <= start:
-                first += 1
-            while stop and first < last and found.token_to_chars(last - 1)[1] > stop:
-                last -= 1
-            ids = found.ids[first:last]
-            if stop is None and separator is not None and ids[-1:] != [separator]:
-                ids.append(separator)
-            yield ids, len(text.encode())
+def pieces(blocks):
+    """Cut (text, whether a document ends) into (lead, text, whether one ends) of PIECE characters
+    at most. A piece inside a document is tokenized behind a lead, because some tokenizers treat
+    the start of a text in another way (Llama 2's puts a space there)."""
+    lead, rest = "", ""
+    for text, end in blocks:
+        rest, start = rest + text, 0
+        while len(rest) - start > PIECE:
+            stop = start + cut(rest[start:start + PIECE])
+            yield lead, rest[start:stop], False
+            lead, start = "a" if rest[stop].isspace() else "\n", stop
+        rest = rest[start:]
+        if end:
+            yield lead, rest, True
+            lead, rest = "", ""
 
 
-def make_token_file(files: list[str], config: dict, loaded: tuple) -> str:
-    """The .npy file of the tokens of text files, made once: its name is a hash of the tokenizer and
-    of path, size and time of the files. Raises OSError or TrainingError."""
-    tokenizer, vocab_size, separator, (tokenizer_json, *_) = loaded
-    digest = hashlib.blake2b(tokenizer_json.read_bytes(), digest_size=8).hexdigest()
-    stats = [(os.path.realpath(f), os.stat(f)) for f in files]
-    stats = [(f, stat.st_size, stat.st_mtime_ns) for f, stat in stats if stat.st_size]
-    total, folder = sum(size for _, size, _ in stats), Path(config["run"]["output_dir"], "tokens")
-    path = folder / f"{mix('tokens', digest, separator, stats):016x}.npy"
-    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
+def encode_blocks(blocks, text: Text):
+    """Yield (token ids, bytes of text, whether a document ends) for (text, whether one ends), with
+    a separator behind each document. Raises ValueError."""
+    if not text.tokenizer:
+        for block, end in blocks:
+            content = block.encode()
+            yield np.frombuffer(content + BREAK if end else content, "u1"), len(content), end
+        return
+    batch, size = [], 0
+    for piece in pieces(blocks):
+        batch.append(piece)
+        size += len(piece[1]) + 256     # a short one takes memory, too
+        if size >= BATCH:
+            yield from encode_batch(batch, text)
+            batch, size = [], 0
+    yield from encode_batch(batch, text)
 
-    def header(f, count):       # numpy pads it: that of the real count fits in later
-        f.seek(0)
-        np.lib.format.write_array_header_1_0(
-            f, {"descr": dtype, "fortran_order": False, "shape": (count,)})
-        return f.tell()
 
-    def write(f):
-        from tqdm import tqdm   # comes with huggingface_hub; disable=None: only on a terminal
-        start, count = header(f, 0), 0
-        with tqdm(desc="tokens", total=total, unit="B", unit_scale=True, disable=None) as bar:
-            for ids, size in tokenize([name for name, _, _ in stats], tokenizer, separator):
-                f.write(np.array(ids, dtype).tobytes())
-                count += len(ids)
-                bar.update(min(size, total - bar.n))
-        assert header(f, count) == start, path
+def encode_batch(batch: list, text: Text):
+    """The work of encode_blocks() on some pieces, in parallel."""
+    def encode(parts):
+        return [found.ids for found in text.tokenizer.encode_batch(parts, add_special_tokens=False)]
 
-    reused = path.exists()
-    if not reused:
+    try:
+        heads = dict(zip(("", "a", "\n"), encode(["", "a", "\n"])))     # of each lead
+        whole = encode([lead + piece for lead, piece, _ in batch])
+        for (lead, piece, end), ids in zip(batch, whole):
+            head = heads[lead]
+            if ids[:len(head)] != head:     # one token holds the lead and some of the text
+                ids, head = encode([piece])[0], []
+            ids = ids[len(head):]
+            if end and text.eos is not None and ids[-1:] != [text.eos]:
+                ids.append(text.eos)
+            yield ids, len(piece.encode()), end
+    except Exception as e:  # a character that it has no token for, say
+        raise ValueError(f"data.tokenizer fails on the text: {one_line(e)[:200]}") from None
+
+
+def write_tokens(f, files: list[str], column: str, text: Text):
+    """Fill an open .npy file with the tokens of texts. Behind the tokens, where numpy does not
+    look, stands what the texts were: {"documents": n, "bytes": n}."""
+    from tqdm import tqdm   # comes with huggingface_hub; disable=None: only on a terminal
+    blocks = itertools.chain.from_iterable(documents(name, column) for name in files)
+    dtype = "|u1" if not text.tokenizer else "<u2" if text.size <= 1 << 16 else "<u4"
+    count, about, total = 0, {"documents": 0, "bytes": 0}, sum(map(os.path.getsize, files))
+    f.seek(HEADER)          # room for the header, which holds the count
+    with tqdm(desc="tokens", total=total, unit="B", unit_scale=True, disable=None) as bar:
+        for ids, size, end in encode_blocks(blocks, text):
+            f.write(np.asarray(ids, dtype).tobytes())
+            count += len(ids)
+            about["bytes"] += size
+            about["documents"] += end
+            bar.update(size)
+    f.write(json.dumps(about).encode())
+    f.seek(0)
+    np.lib.format.write_array_header_1_0(
+        f, {"descr": dtype, "fortran_order": False, "shape": (count,)})
+    assert f.tell() == HEADER
+
+
+def make_token_file(files: list[str], config: dict, text: Text) -> tuple:
+    """(token file of texts, {"documents": n, "bytes": n}), made once: its name is a hash of the
+    tokenizer, the column, and path, size and time of the files.
+    Raises OSError, TrainingError or ValueError."""
+    folder, column = Path(config["run"]["output_dir"], "tokens"), config["data"]["text_column"]
+    stats = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
+    path = folder / f"{hash64(stats, column, text.files.get('tokenizer.json'), text.ids):016x}.npy"
+    if path.exists():
+        say(f"tokens   {path} from before")
+    else:
         say(f"tokens   making {path}, or waiting for the process that does")
-        if separator is None:
+        if text.tokenizer and text.eos is None:
             say("notice   this tokenizer has no token to put between documents")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".lock"):
+                for leftover in folder.glob("*.tmp"):   # of a process that was killed
+                    leftover.unlink()
                 if not path.exists():
-                    for leftover in folder.glob("*.tmp"):   # of a process that was killed
-                        leftover.unlink()
-                    write_atomically(path, write)
+                    write_atomically(path, lambda f: write_tokens(f, files, column, text))
         except OSError as e:
             raise OSError(f"run.output_dir: cannot write to {folder}: {one_line(e)}") from e
-    count = token_file(str(path))[3]
-    say(f"tokens   {count:,} tokens of {total:,} bytes | {total / max(1, count):.2f} bytes per "
-          f"token | {path}{' from before' if reused else ''}")
-    return str(path)
+    part = token_file(str(path))
+    with open(path, "rb") as f:
+        f.seek(HEADER + part[3] * np.dtype(part[1]).itemsize)
+        return part, json.loads(f.read())
 
 
-def open_tokens(config: dict, key: str, without=(), loaded=None):
-    """The token array behind data.path or data.val_path (`key`), leaving files out; `loaded` is
-    the tokenizer for those that are text.
+def open_tokens(config: dict, key: str, text: Text, without=()):
+    """The token array behind data.path or data.val_path (`key`), `without` some files.
     Raises OSError, ValueError or TrainingError, in one line, for what cannot be used."""
-    path = config["data"][key]
+    path, vocab_size = config["data"][key], config["model"]["vocab_size"]
     if path == "synthetic":
-        return Synthetic(config["model"]["vocab_size"])
+        return Synthetic(vocab_size)
     out = {os.path.realpath(f) for f in without}
-    files = [f for f in find_files(path, key) if os.path.realpath(f) not in out]
-    texts, numbers = [], []
-    for f in files:
-        (numbers if f.endswith((".bin", ".npy")) else texts).append(f)
-    parts = [make_token_file(texts, config, loaded), *numbers] if loaded and texts else files
-    tokens = Tokens([token_file(f) for f in parts])
+    files = {name: f for name, f in find_files(config, key).items()
+             if os.path.getsize(f) and os.path.realpath(f) not in out}
+    kinds = {f: kind_of(f) for f in files.values()}
+    # Plain text for a model of bytes is read where it is. All other text becomes a token file.
+    plain = [f for f in kinds if kinds[f] == "text" and not text.tokenizer]
+    made = [f for f in kinds if kinds[f] != "token" and (kinds[f] != "text" or text.tokenizer)]
+    parts, about = [], {"documents": 0, "bytes": 0}
+    if made:
+        part, about = make_token_file(made, config, text)
+        parts.append(part)
+    if sum(map(os.path.getsize, plain)) > 1 << 30:
+        say("check    reading the text once, to see that all of it is UTF-8")
+    for f in plain if path != "stdlib" else ():     # all else trains as bytes just as well
+        for _ in documents(f, ""):
+            pass
+    parts += [(f, "|u1", 0, os.path.getsize(f)) for f in plain]
+    parts += [token_file(f, vocab_size) for f in kinds if kinds[f] == "token"]
+    tokens = Tokens(parts)
     if not len(tokens):
         raise ValueError(f"data.{key}={path} is empty"
                          + (", validation data left out" if without else ""))
-    tokens.sources = files
-    if not numbers:
-        tokens.bytes_per_token = sum(map(os.path.getsize, files)) / len(tokens)
+    tokens.paths = list(kinds)
+    tokens.digest = f"{hash64([(name, os.path.getsize(f)) for name, f in files.items()]):016x}"
+    if "token" not in kinds.values():       # no numbers of unknown text among them
+        tokens.bytes_per_token = about["bytes"] / len(tokens) if text.tokenizer else 1
+    tokens.summary = describe(tokens, about["documents"] + len(plain))
     return tokens
+
+
+def describe(tokens: Tokens, documents: int) -> str:
+    """The files of a source for the data line, and how much is in them."""
+    kinds = [kind_of(f) for f in tokens.paths]
+    line = ", ".join(f"{kinds.count(kind):,} {kind}" for kind in sorted(set(kinds)))
+    line = f"files: {line} | " + (f"documents: {documents:,} | " if documents else "")
+    if tokens.bytes_per_token == 1:
+        return f"{line}bytes: {len(tokens):,}"
+    if tokens.bytes_per_token:
+        size = round(len(tokens) * tokens.bytes_per_token)
+        line += f"bytes: {size:,}, {tokens.bytes_per_token:.2f} per token | "
+    return f"{line}tokens: {len(tokens):,}"
 
 
 def build_data(config: dict) -> tuple[Dataset, Dataset]:
     """(training data, validation data), disjoint: data.val_path, or the last tenth of data.path.
-    With a data.tokenizer model.vocab_size may grow: build the model after this."""
-    name, loaded = config["data"]["tokenizer"], None
-    if name:
-        loaded = load_tokenizer(name)
-        config["model"]["vocab_size"] = max(config["model"]["vocab_size"], loaded[1])
-    count = config["run"]["eval_batches"] * config["data"]["micro_batch_size"]
-    if config["data"]["val_path"]:
-        val = open_tokens(config, "val_path", loaded=loaded)
-        train = open_tokens(config, "path", getattr(val, "sources", ()), loaded)
-        return (Windows(train, 0, len(train), config, "path"),
-                Windows(val, 0, len(val), config, "val_path", count))
-    both = open_tokens(config, "path", loaded=loaded)
-    cut = len(both) - len(both) // 10
-    return (Windows(both, 0, cut, config, "path"),
-            Windows(both, cut, len(both), config, "path", count))
+    Prints the data line. With a data.tokenizer model.vocab_size may grow: build the model after
+    this. Raises OSError, ValueError or TrainingError, in one line."""
+    fill_defaults(config)
+    c, run, model, text = config["data"], config["run"], config["model"], Text(config)
+    if text.tokenizer and text.size > model["vocab_size"]:
+        if model["init_from"] or run["resume"]:
+            raise ValueError(
+                f"data.tokenizer={c['tokenizer']} has {text.size:,} tokens, but the model's "
+                f"embedding holds {model['vocab_size']:,}: take the tokenizer that it was trained "
+                f"with, or start a new model")
+        model["vocab_size"] = text.size
+    key = "val_path" if c["val_path"] else "path"
+    val = source = open_tokens(config, key, text)
+    end = first = len(val) - len(val) // 10
+    held_out = "the last tenth is held out"
+    if c["val_path"]:
+        source = open_tokens(config, "path", text, val.paths)
+        end, first, held_out = len(source), 0, f"validation: {c['val_path']} | {val.summary}"
+    say(f"data     {c['path']} | {source.summary} | {held_out}")
+    count = run["eval_batches"] * c["micro_batch_size"]
+    return (Windows(source, 0, end, config, "path"),
+            Windows(val, first, len(val), config, key, count))
 
 
-def byte_tokenizer() -> dict:
+def byte_tokenizer() -> bytes:
     """The tokenizer.json of models of bytes: a byte-level BPE without merges, token = byte."""
     # byte-level BPE writes a byte as a printable character, GPT-2's way
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
+    vocab = {chr(b if b in plain else next(others)): b for b in range(256)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
              "use_regex": False}
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-            "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
-            "model": {"type": "BPE", "merges": [], "vocab": {
-                chr(b if b in plain else next(others)): b for b in range(256)}}}
+    return json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
+        "model": {"type": "BPE", "merges": [], "vocab": vocab}}).encode()
 
 
-def tokenizer_files(config: dict) -> tuple[dict, int | None]:
-    """({name: bytes} of the files with which transformers' AutoTokenizer reads and writes this
-    model's tokens, the id that ends a text or None). No files if the tokens came as numbers."""
-    name, settings = config["data"]["tokenizer"], {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "model_max_length": config["model"]["block_size"]}
-    files, eos = {}, None
-    if name:
-        tokenizer, _, eos, (tokenizer_json, *beside) = load_tokenizer(name)
-        if eos is not None:
-            settings["eos_token"] = tokenizer.id_to_token(eos)
-        files = {"tokenizer.json": tokenizer_json.read_bytes(),
-                 **{p.name: p.read_bytes() for p in beside}}
-    elif config["model"]["vocab_size"] == 256:
-        files = {"tokenizer.json": json.dumps(byte_tokenizer()).encode()}
-    if files:
-        files.setdefault("tokenizer_config.json", json.dumps(settings, indent=2).encode())
-    return files, eos
+def pad_token(text: Text) -> tuple[str, int] | None:
+    """(text, id) of the token that fills up a batch: the tokenizer's own, else the end of a text,
+    else the unknown token, else byte 0, which is in no text and gets its name in tokenizer.json."""
+    for kind in ("pad_token_id", "eos_token_id", "unk_token_id"):
+        if kind in text.ids:
+            return text.tokenizer.id_to_token(text.ids[kind]), text.ids[kind]
+    settings = json.loads(text.files["tokenizer.json"])
+    vocab, zero = settings["model"]["vocab"], "\u0100"      # what byte-level BPE calls byte 0
+    if b'"ByteLevel"' not in text.files["tokenizer.json"] or zero not in vocab:
+        return None
+    # keep: a second name for that token. With its first one the letter \u0100 would be padding
+    vocab["\0"] = vocab[zero]
+    settings["added_tokens"].append(dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False)
+        | {"id": vocab[zero], "content": "\0", "special": True})
+    text.files["tokenizer.json"] = json.dumps(settings).encode()
+    return "\0", vocab[zero]
+
+
+def tokenizer_files(config: dict) -> tuple[dict, dict]:
+    """What an export needs of the tokenizer: ({name: bytes} of the files with which transformers'
+    AutoTokenizer reads and writes this model's tokens, {"bos_token_id", "eos_token_id",
+    "pad_token_id": int}, those there are). Both are empty if the tokens came as numbers.
+    Raises what Text() raises."""
+    text = Text(config)
+    if not text.tokenizer and config["model"]["vocab_size"] != 256:
+        return {}, {}
+    text.files.setdefault("tokenizer.json", byte_tokenizer())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left",
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": config["model"]["block_size"]}
+    for kind, i in text.ids.items():
+        settings[kind.removesuffix("_id")] = text.tokenizer.id_to_token(i)
+    if pad := pad_token(text):
+        settings["pad_token"], text.ids["pad_token_id"] = pad
+    # What the tokenizer's own file says stays.
+    given = json.loads(text.files.get("tokenizer_config.json", b"{}"))
+    settings.update((key, value) for key, value in given.items() if value is not None)
+    text.files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
+    text.ids.pop("unk_token_id", None)
+    return text.files, text.ids
+
+
+# ---- batches: whatever a dataset or a loader gives, as tensors
+
+
+def as_tensor(value) -> torch.Tensor | None:
+    """Numbers as a tensor, whole numbers as int64; None for what is no array of numbers."""
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.from_numpy(np.array(value))
+        except (TypeError, ValueError):     # text, None, rows of unequal length
+            return None
+    whole = not value.is_floating_point() and value.dtype != torch.bool
+    return value.long() if whole else value
+
+
+def named(item) -> dict:
+    """An item or a batch as a dict: from a dict, a tuple in the order of the names, an array, or a
+    plain list of token ids. Raises TrainingError if it has no input_ids."""
+    if not isinstance(item, Mapping):
+        ids = not isinstance(item, (tuple, list)) or item and isinstance(item[0], int)
+        names = ("input_ids", "labels", "attention_mask")
+        item = {"input_ids": item} if ids else dict(zip(names, item))
+    if "input_ids" not in item:
+        raise TrainingError(f"the data has {', '.join(map(str, item)) or 'nothing'}, and no "
+                            f"input_ids: is the text tokenized?")
+    return dict(item)
+
+
+def collate(items: list) -> dict:
+    """One batch of many items. Rows of unequal length are padded on the right: there
+    attention_mask is 0, and labels do not count."""
+    rows = [{k: t for k, v in named(item).items() if (t := as_tensor(v)) is not None}
+            for item in items]
+    if len({len(row.get("input_ids", ())) for row in rows}) > 1:
+        for row in rows:
+            row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
+    batch = {k: [row[k] for row in rows] for k in rows[0] if all(k in row for row in rows)}
+    return {k: nn.utils.rnn.pad_sequence(v, True, IGNORE if k == "labels" else 0) if v[0].dim()
+            else torch.stack(v) for k, v in batch.items()}
+
+
+def tensors_of(batch) -> dict:
+    """The tensors in a batch of any kind, with input_ids (B, T) int64. Raises TrainingError."""
+    batch = named(batch)
+    ids = batch["input_ids"]
+    if isinstance(ids, (list, tuple)) and isinstance(ids[0], torch.Tensor):
+        # torch's default collation of lists: T times (B,)
+        batch = {k: torch.stack(list(v), 1) for k, v in batch.items()
+                 if isinstance(v, (list, tuple)) and isinstance(v[0], torch.Tensor)}
+    elif isinstance(ids, (list, tuple)) and not isinstance(ids[0], int):
+        batch = collate([dict(zip(batch, row)) for row in zip(*batch.values())])
+    batch = {k: t for k, v in batch.items() if (t := as_tensor(v)) is not None}
+    ids = batch.get("input_ids", torch.empty(0))
+    if ids.dtype != torch.int64 or ids.dim() not in (1, 2):
+        raise TrainingError(f"input_ids must be token ids (B, T), not {ids.dtype} of shape "
+                            f"{tuple(ids.shape)}")
+    if ids.dim() == 2:
+        return batch
+    return {k: v[None] for k, v in batch.items() if v.shape == ids.shape}
+
+
+def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
+    """A batch as {"input_ids": (B, T), "labels": (B, T), maybe "attention_mask", ...}.
+
+    labels[t] is the token after input_ids[t], and IGNORE where it does not count: padding, and what
+    the batch itself marks by `ignore` or any negative number. Labels that are missing, or equal
+    their input_ids as transformers has them, are shifted here. `memory` is one set for all batches
+    of a source: after one whose labels were shifted already, the few labels of a later one that
+    equal their inputs by chance are left alone. Raises TrainingError for what is no batch.
+    """
+    batch = tensors_of(batch)
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    labels = batch.get("labels", ids)
+    if labels.shape != ids.shape or labels.dtype != torch.int64:
+        raise TrainingError(f"labels are {labels.dtype} of shape {tuple(labels.shape)}, and "
+                            f"input_ids of shape {tuple(ids.shape)}: each position wants one label")
+    padding = torch.zeros_like(ids, dtype=torch.bool)
+    if mask is not None and mask.shape == ids.shape:
+        padding = mask == 0
+    counts = ~padding & (labels >= 0) & ((labels != ignore) if "labels" in batch else True)
+    labels = labels.masked_fill(~counts, IGNORE)
+    differ = bool(((labels != ids) & counts).any())
+    if differ and memory is not None:
+        memory.add("shifted")
+    if "labels" not in batch or not differ and not memory:
+        labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE).masked_fill(padding, IGNORE)
+    return {**batch, "labels": labels}
 
 
 @contextlib.contextmanager
@@ -469,9 +934,9 @@ def seeded(*parts):
     """Random numbers as a function of `parts` in here, and as if nothing had been drawn after
     it."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.manual_seed(mix(*parts) >> 1)
-    np.random.seed(mix(*parts) & 0xFFFFFFFF)
-    random.seed(mix(*parts))
+    torch.manual_seed(hash64(*parts) >> 1)
+    np.random.seed(hash64(*parts) & 0xFFFFFFFF)
+    random.seed(hash64(*parts))
     try:
         yield
     finally:
@@ -490,62 +955,102 @@ class Shuffled(Dataset):
     def __getitem__(self, i):
         epoch, item = divmod(i, len(self.dataset))
         with seeded(*self.key, i, "item"):
-            return self.dataset[permute(item, len(self.dataset), mix(*self.key, epoch))]
+            return self.dataset[permute(item, len(self.dataset), hash64(*self.key, epoch))]
 
 
 def worker_init(_):
     # A signal to the whole group is for the training process, which finishes its step and ends its
     # workers; one that is stuck ends itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "alarm"):
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(30))
+
+
+def arrays(value):
+    """A batch with arrays in place of tensors."""
+    if isinstance(value, Mapping):
+        return {k: arrays(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [arrays(v) for v in value]
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def collate_arrays(collate_fn, items):
+    # keep: tensors would leave a data process by /dev/shm, and torch waits for ever if that is full
+    return arrays(collate_fn(items))
+
+
+def start(loader):
+    """iter(loader), with data processes that leave signals and /dev/shm alone. When one dies torch
+    raises in the middle of whatever runs then. A step must not be torn, so that handler goes: the
+    next fetch tells."""
+    if not getattr(loader, "num_workers", 0):
+        return iter(loader)
+    main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
+    handler = signal.getsignal(signal.SIGCHLD) if main else None
+    collate_fn, init = loader.collate_fn, loader.worker_init_fn
+    loader.collate_fn = functools.partial(collate_arrays, collate_fn)
+    loader.worker_init_fn = init or worker_init
+    try:
+        return iter(loader)
+    finally:
+        loader.collate_fn, loader.worker_init_fn = collate_fn, init
+        if main:
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def is_map_style(data) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def replay(loader, config: dict, position: int):
+def replay(loader, config: dict, position: int, ignore: int):
     """The batches of somebody else's loader, epoch after epoch, from a position on. What it draws
     at random is seeded batch by batch, so it draws the same again and the model's dropout never
     notices."""
     key, skip = (config["run"]["seed"], config["distributed"]["node_id"]), position
+    memory = set()
     for epoch in itertools.count():
         with seeded(*key, epoch, "epoch"):
-            iterator = iter(loader)
+            iterator = start(loader)
         for i in itertools.count():
             with seeded(*key, epoch, i, "batch"):
                 batch = next(iterator, None)
             if batch is None:
                 break
-            skip -= config["data"]["micro_batch_size"]
+            batch = as_batch(batch, ignore, memory)
+            skip -= len(batch["input_ids"])
             if skip < 0:
                 yield batch
         if i == 0:
             raise TrainingError("the training data gave no batch")
 
 
-def batches(data, config: dict, position: int, device: torch.device):
-    """Yield microbatches for ever, from sample `position` on. `data`: a Dataset, anything with
-    a length and items, or an iterable of batches such as a DataLoader."""
+def batches(data, config: dict, position: int, ignore: int = IGNORE):
+    """Yield microbatches, as as_batch() makes them, for ever, from sample `position` on. `data`: a
+    Dataset, anything with a length and items, or an iterable of batches such as a DataLoader."""
     if isinstance(data, IterableDataset):
-        data = DataLoader(data, batch_size=config["data"]["micro_batch_size"])
+        data = DataLoader(data, config["data"]["micro_batch_size"], collate_fn=collate)
     if not is_map_style(data):
-        yield from replay(data, config, position)
+        yield from replay(data, config, position, ignore)
     if not len(data):
         raise TrainingError("the training data is empty")
+    if isinstance(data, Mapping):
+        raise TrainingError(f"the training data is a dict of {', '.join(map(str, data))}: give one "
+                            f"of them")
     if not isinstance(data, Windows):
         data = Shuffled(data, config)
     c = config["data"]
-    pin = device.type == "cuda" if c["pin_memory"] == "auto" else c["pin_memory"] == "true"
-    workers = dict(prefetch_factor=c["prefetch_factor"], persistent_workers=True,
-                   worker_init_fn=worker_init)
-    iterator = iter(DataLoader(
-        data, batch_size=c["micro_batch_size"], sampler=itertools.count(position), pin_memory=pin,
+    workers = dict(prefetch_factor=c["prefetch_factor"], persistent_workers=True)
+    iterator = start(DataLoader(
+        data, c["micro_batch_size"], sampler=itertools.count(position), collate_fn=collate,
         num_workers=c["num_workers"], **(workers if c["num_workers"] else {}),
         generator=torch.Generator()))  # keep: its own, or each start would move the dropout masks
+    memory = set()
     try:
-        yield from iterator
+        for batch in iterator:
+            yield as_batch(batch, ignore, memory)
     finally:
         if c["num_workers"]:
             iterator._shutdown_workers()    # now, not when the interpreter ends and signals them
@@ -655,47 +1160,116 @@ def keep_freed_memory():
         mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: blocks up to 32 MiB from the heap
         mallopt(-1, 2**31 - 1)      # M_TRIM_THRESHOLD: and the heap does not shrink
 
-# ---- calling a model that is not ours
+
+def checkpoint_activations(model: nn.Module):
+    """Turn gradient checkpointing on. Raises ValueError for a model that cannot."""
+    if hasattr(model, "set_gradient_checkpointing"):
+        model.set_gradient_checkpointing(True)
+    elif hasattr(model, "gradient_checkpointing_enable"):       # transformers
+        model.gradient_checkpointing_enable()
+    else:
+        raise ValueError(f"run.gradient_checkpointing=True: a {type(model).__name__} has no "
+                         f"set_gradient_checkpointing(enabled)")
+
+# ---- any model: its loss, and samples of it
 
 
-def as_batch(batch) -> dict:
-    """A batch of tensors as {"input_ids", "labels", maybe "attention_mask", ...},
-    from a dict, a tuple or a tensor.
+def ignore_index(model: nn.Module) -> int:
+    """The label that does not count for a model: what it, its config or its loss module calls
+    ignore_index, or its source writes as ignore_index=..., else IGNORE."""
+    losses = [m for m in model.modules() if isinstance(m, (nn.CrossEntropyLoss, nn.NLLLoss))]
+    for owner in (model, getattr(model, "config", None), *losses):
+        if isinstance(value := getattr(owner, "ignore_index", None), int):
+            return value
+    with contextlib.suppress(OSError, TypeError):   # no source to read
+        if written := re.search(r"ignore_index\s*=\s*(-?\d+)", inspect.getsource(type(model))):
+            return int(written[1])
+    return IGNORE
 
-    Missing labels are the next tokens; padding and the last position do not count.
+
+class Loss:
+    """The mean loss of any model over the labels of a batch that count.
+
+    How a model wants its labels is found out once. Its forward tells the names of its arguments;
+    whether it shifts labels itself, as transformers' models do, is asked of the model with the
+    first batch: then labels reach it in line with input_ids.
     """
-    if isinstance(batch, torch.Tensor):
-        batch = (batch,)
-    if isinstance(batch, (tuple, list)):
-        batch = dict(zip(("input_ids", "labels", "attention_mask"), batch))
-    batch = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    if "labels" not in batch:
-        labels = torch.full_like(batch["input_ids"], IGNORE)
-        labels[:, :-1] = batch["input_ids"][:, 1:]
-        if "attention_mask" in batch:
-            labels[:, :-1].masked_fill_(batch["attention_mask"][:, 1:] == 0, IGNORE)
-        batch["labels"] = labels
-    return batch
 
+    def __init__(self, model: nn.Module, device: torch.device, dtype=torch.float32, pin=False):
+        self.model, self.device, self.dtype = model, device, dtype
+        self.ignore, self.shifts, self.pin = ignore_index(model), None, pin
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.names = {p.name for p in parameters}
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            self.names |= {"input_ids", "labels", "attention_mask"}
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if places or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            self.names.discard("input_ids")     # it is the first argument, whatever its name
+        second = places[1] if len(places) > 1 else None
+        # labels go to a second argument that looks like them, if none is called so
+        self.second = "labels" not in self.names and second is not None and (
+            second.default is second.empty and second.name not in ("attention_mask", "position_ids")
+            or second.name in ("targets", "target", "y"))
 
-def call_arguments(model: nn.Module, batch: dict) -> tuple[list, dict]:
-    """How to call `model`: labels and extras by name where forward has the name, labels as second
-    argument where it wants one. transformers' models shift labels once more, so those get none."""
-    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
-        return [batch["input_ids"]], {k: v for k, v in batch.items() if k == "attention_mask"}
-    parameters = inspect.signature(model.forward).parameters.values()
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters}
-    named = {k: v for k, v in batch.items() if k != "input_ids" and (anything or k in names)}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    second = positional[1] if len(positional) > 1 else None
-    takes_labels = "labels" not in named and second is not None and second.name not in batch and (
-        second.default is second.empty or second.name in ("targets", "target", "labels", "y"))
-    return [batch["input_ids"]] + [batch["labels"]] * takes_labels, named
+    def count(self, batch: dict) -> int:
+        """How many labels of a batch of as_batch() count. One that shifts inside never sees the
+        last of a row."""
+        if self.shifts is None:
+            self.shifts = self.shifts_inside(batch)
+        labels = batch["labels"][:, :-1] if self.shifts else batch["labels"]
+        return int((labels != IGNORE).sum())
+
+    def __call__(self, forward, batch: dict) -> torch.Tensor:
+        """Mean loss of a batch of as_batch(), NaN or 0 if no label counts. `forward` is the model,
+        or the compiled one. Raises TrainingError."""
+        if self.shifts:
+            batch = {**batch, "labels": F.pad(batch["labels"][:, :-1], (1, 0), value=IGNORE)}
+        if self.pin:        # only from pinned memory a copy does not hold up the GPU
+            batch = {k: v.pin_memory() for k, v in batch.items()}
+        batch = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
+        ids, labels = batch["input_ids"], batch["labels"]
+        theirs = batch["labels"] = labels.masked_fill(labels == IGNORE, self.ignore)
+        named = {k: v for k, v in batch.items() if k in self.names}
+        arguments = [] if "input_ids" in named else [ids, theirs] if self.second else [ids]
+        try:
+            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+                return loss_of(forward(*arguments, **named), labels)
+        except IndexError as e:
+            if f"Target {self.ignore} is out of bounds" not in str(e):
+                raise
+            raise TrainingError(f"{type(self.model).__name__} does not take {self.ignore} for a "
+                                f"label that does not count: give the model an attribute "
+                                f"ignore_index with the number that it takes") from e
+
+    @torch.no_grad()
+    def shifts_inside(self, batch: dict) -> bool:
+        """Whether the model shifts labels itself: then the first position's label is not used, and
+        the loss with it alone is that with no label at all. Two rows have two different ones, so
+        that it is never 0 where it counts."""
+        if not self.second and "labels" not in self.names:
+            return False
+        rows = {k: v[:1].expand(2, *v.shape[1:]) for k, v in batch.items() if v.dim()}
+        if "attention_mask" in rows:        # the first position may be padding
+            rows["attention_mask"] = torch.ones_like(rows["attention_mask"])
+        none = torch.full_like(rows["labels"], IGNORE)
+        first = none.clone()
+        first[:, 0] = torch.tensor([t for t in (1, 2, 3) if t != self.ignore][:2])
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with seeded("labels"):
+                one, other = (self(self.model, {**rows, "labels": labels}).item()
+                              for labels in (first, none))
+            return one == other or math.isnan(one) and math.isnan(other)
+        except Exception:       # a model of a handful of tokens, say: training tells what is wrong
+            return False
+        finally:
+            self.model.train(was_training)
 
 
 def loss_of(output, labels) -> torch.Tensor:
-    """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss."""
+    """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss.
+    Raises TrainingError if it holds neither."""
     def get(key):
         return output.get(key) if hasattr(output, "keys") else getattr(output, key, None)
     found = [o for o in (get("loss"), get("logits")) if o is not None] or output
@@ -707,47 +1281,45 @@ def loss_of(output, labels) -> torch.Tensor:
     if not tensors or tensors[0].shape[:-1] != labels.shape:
         raise TrainingError(f"the model returned {type(output).__name__}, which holds neither a "
                             f"loss nor logits of shape (B, T, V)")
-    logits = tensors[0].float()
-    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(),
-                            ignore_index=IGNORE, reduction="sum")
-    return total / (labels != IGNORE).sum().clamp(min=1)
-
-
-def batch_loss(forward, model, batch, device, dtype) -> torch.Tensor:
-    """Loss of one batch; `forward` is the model, or the compiled one."""
-    batch = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
-    arguments, named = call_arguments(model, batch)
-    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        return loss_of(forward(*arguments, **named), batch["labels"])
+    return F.cross_entropy(tensors[0].float().flatten(0, -2), labels.flatten(),
+                           ignore_index=IGNORE)
 
 
 @torch.no_grad()
 def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
-    """Mean loss over the first run.eval_batches microbatches of `data`, without dropout."""
+    """Mean loss over the labels that count in the first run.eval_batches microbatches of `data`,
+    without dropout. Raises TrainingError if there are none."""
     if is_map_style(data) or isinstance(data, IterableDataset):
-        data = DataLoader(data, batch_size=config["data"]["micro_batch_size"])
+        data = DataLoader(data, config["data"]["micro_batch_size"], collate_fn=collate)
+    loss, memory = Loss(model, device, dtype), set()
+    total, count = 0.0, 0
     model.eval()
     with seeded("eval"):    # the same batches each time, and training does not notice
-        losses = [batch_loss(model, model, as_batch(b), device, dtype).item()
-                  for b in itertools.islice(data, config["run"]["eval_batches"])]
+        for batch in itertools.islice(start(data), config["run"]["eval_batches"]):
+            batch = as_batch(batch, loss.ignore, memory)
+            if labels := loss.count(batch):
+                total += loss(model, batch).item() * labels
+                count += labels
     model.train()
-    if not losses:
-        raise TrainingError("the validation data gave no batch")
-    return sum(losses) / len(losses)
+    if not count:
+        raise TrainingError("the validation data gave no batch with a label that counts")
+    return total / count
 
 
 @torch.no_grad()
-def generate(model: nn.Module, ids: list[int], config: dict, count: int, cache=True) -> list[int]:
-    """`ids` and `count` tokens after them, as config.sample says, from any model that returns
-    logits. A context of block_size tokens loses its older half. Keys and values are kept if the
-    model's forward takes a `cache`: the same tokens, in a fraction of the time."""
+def generate(model: nn.Module, ids: list[int], config: dict, count: int, stop=None,
+             cache=True) -> list[int]:
+    """`ids` and up to `count` tokens after them, as config.sample says, from any model that returns
+    logits; none after the token `stop`. A context of block_size tokens loses its older half. Keys
+    and values are kept if the model's forward takes a `cache`: the same tokens, in a fraction of
+    the time."""
     c, block_size = config["sample"], config["model"]["block_size"]
     device = next(model.parameters()).device
     # its own: a sample must not move the training run
     generator = torch.Generator().manual_seed(config["run"]["seed"])
     was_training, kept = model.training, {}
-    named = ({"cache": kept} if cache and "cache" in inspect.signature(model.forward).parameters
-             else {})
+    takes_cache = cache and "cache" in inspect.signature(model.forward).parameters
+    named = {"cache": kept} if takes_cache else {}
     model.eval()
     ids, start = list(ids), max(0, len(ids) - block_size)
     for _ in range(count):
@@ -759,6 +1331,8 @@ def generate(model: nn.Module, ids: list[int], config: dict, count: int, cache=T
         logits = (output["logits"] if hasattr(output, "keys")
                   else output[0] if isinstance(output, tuple) else output)
         ids.append(pick(logits[0, -1].float().cpu(), c, generator))
+        if ids[-1] == stop:
+            break
     model.train(was_training)
     return ids
 
@@ -773,6 +1347,21 @@ def pick(logits, c: dict, generator) -> int:
         probs[c["top_k"]:] = 0
     probs[probs.cumsum(0) - probs >= c["top_p"] * probs.sum()] = 0      # the first one always stays
     return int(order[torch.multinomial(probs, 1, generator=generator)])
+
+
+def sample_text(model: nn.Module, config: dict, text, count: int) -> str:
+    """run.sample and up to `count` tokens after it. `text` is a Text. Raises TrainingError."""
+    try:
+        prompt = text.encode(config["run"]["sample"]) or text.encode("\n")
+        if max(prompt) >= config["model"]["vocab_size"]:
+            raise ValueError("the prompt is outside the vocabulary")
+        return text.decode(generate(model, prompt, config, count, text.eos))
+    except Exception as e:      # a model that wants labels, say
+        raise TrainingError(f"no sample: {type(e).__name__}: {one_line(e)}") from e
+
+
+def show_sample(text: str):
+    say(f"sample   {'-' * 60}\n{text}\n{'-' * 69}")
 
 # ---- checkpoints
 
@@ -791,24 +1380,80 @@ def write_atomically(path: Path, write) -> None:
             folder = os.open(path.parent, os.O_RDONLY)
             os.fsync(folder)  # the rename itself
             os.close(folder)
-    except (OSError, RuntimeError) as e:  # torch.save reports a failed write as a RuntimeError
+    except BaseException as e:      # a Ctrl-C, too, leaves nothing half written
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise TrainingError(f"cannot write {path}: {one_line(e)[:200]}") from e
+        # torch.save reports a failed write as a RuntimeError, in the context of the real one
+        cause = e.__context__ if isinstance(e.__context__, OSError) else e
+        if not isinstance(cause, (OSError, RuntimeError)) or isinstance(cause, TrainingError):
+            raise
+        raise TrainingError(f"cannot write {path}: {one_line(cause)[:200]}") from e
 
 
-def read_checkpoint(path: Path, device="cpu") -> dict:
-    """A checkpoint whose every byte was checked against its CRC.
-    Raises ValueError if it is damaged."""
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a run's folder, newest first."""
+    return sorted((p for p in folder.glob("step_*.pt")
+                   if re.fullmatch(r"step_\d{12}\.pt", p.name)), reverse=True)
+
+
+def run_folder(config: dict) -> Path:
+    run = config["run"]
+    return Path(run["output_dir"], run["name"], config["distributed"]["node_id"])
+
+
+def read_checkpoint(path: Path, device="cpu", check=True) -> dict:
+    """A checkpoint whose every byte was checked against its CRC, or one mapped from the disk, for
+    its settings. Raises ValueError if it is damaged."""
     try:
         with zipfile.ZipFile(path) as z:
-            if bad := z.testzip():
+            if check and (bad := z.testzip()):
                 raise ValueError(f"{bad} does not match its checksum")
-        state = torch.load(path, map_location=device, weights_only=True)
-        state["model"], state["optimizers"], state["random"]  # is it a checkpoint at all?
+        state = torch.load(path, map_location=device, weights_only=True, mmap=not check)
+        state["model"], state["config"]     # is it a checkpoint at all?
         return state
     except Exception as e:  # a damaged file can fail anywhere in zip, pickle and torch
         raise ValueError(f"{path} is damaged: {one_line(e)[:200]}") from e
+
+
+def load_checkpoint(config: dict, device="cpu", check=True, damaged=None) -> tuple[Path, dict]:
+    """(path, state) of the newest checkpoint of a run that is whole, or with run.best of the best
+    one. damaged(path) is called for each that is not, after a line that says so. Raises
+    FileNotFoundError if there is none."""
+    folder, best = run_folder(config), config["run"]["best"]
+    for path in [folder / "best.pt"] if best else checkpoints(folder):
+        try:
+            if path.exists():
+                return path, read_checkpoint(path, device, check)
+        except ValueError as e:
+            say(f"notice   {e}" + "; trying the one before" * (not best))
+            if damaged:
+                damaged(path)
+    raise FileNotFoundError(f"no usable {'best.pt' if best else 'checkpoint'} in {folder}: name "
+                            f"the run with --name, or train without --resume")
+
+
+def load_model(model: nn.Module, state: dict, path: Path):
+    """Fill a model from a checkpoint. Raises ValueError, naming a tensor, if it is another one."""
+    ours = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    theirs = {k: tuple(v.shape) for k, v in state["model"].items()}
+    if ours != theirs:
+        k = next(k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k))
+        raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} there, "
+                         f"{ours.get(k, 'missing')} here")
+    model.load_state_dict(state["model"])
+
+
+def changes(before: dict, now: dict) -> str:
+    """The settings in which two configs differ, as a reader would write them."""
+    skip = {"run.resume", "run.best", "run.sample", "run.export", "run.plot", "run.name",
+            "run.output_dir", "run.config", "run.expected_loss", "model.init_from",
+            "data.accumulation"}
+    if all(c["scheduler"]["max_steps"] == c["run"]["max_steps"] for c in (before, now)):
+        skip.add("scheduler.max_steps")     # it follows
+    return ", ".join(f"{section}.{key}={now[section][key]} (was {was})"
+                     for section in now if section in before
+                     for key, was in before[section].items()
+                     if f"{section}.{key}" not in skip and now[section].get(key, was) != was)
 
 
 def random_state() -> dict:
@@ -829,128 +1474,50 @@ def set_random_state(state: dict) -> None:
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
 
-
 # ---- watching: a picture, TensorBoard, a bar
-
-
-def ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float]:
-    """Round values from low to high: steps of 1, 2 or 5 times a power of ten, of at least `least`,
-    at most so many and one."""
-    wanted = max((high - low) / most, least)
-    power = 10.0 ** math.floor(math.log10(wanted))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= wanted * (1 - 1e-9))
-    return [i * step for i in range(math.ceil(low / step - 1e-9),
-                                    math.floor(high / step + 1e-9) + 1)]
-
-
-def means(points: list, most: int) -> list:
-    """At most so many points, each the mean of its share: a smooth curve."""
-    return points if len(points) <= most else [
-        tuple(part.mean(axis=0)) for part in np.array_split(np.array(points, float), most)]
-
-
-def spread(places: list[float], gap: float, top: float, bottom: float) -> list[float]:
-    """Rising places in [top, bottom], moved as little as it takes to be `gap` apart, if they
-    fit."""
-    for i in range(1, len(places)):
-        places[i] = max(places[i], places[i - 1] + gap)
-    for i in range(len(places) - 1, -1, -1):
-        places[i] = min(places[i], bottom - gap * (len(places) - 1 - i))
-    return [max(y, top) for y in places]
 
 
 def draw(runs: dict, title: str = "") -> str:
     """An SVG of the losses and, below, of the learning rates of some runs.
 
     runs: {name: {"train": [(step, loss)], "val": [(step, loss)], "lr": [(step, lr)]}}, each list
-    may be empty or missing; None, NaN and infinity are left out. Train is thin, a mean of many
-    points, val is thick. Each run's name and last loss stand at the end of its curve.
+    may be empty or missing; what is not finite is left out. Raises ValueError without matplotlib.
     """
-    def attributes(look):
-        return "".join(f' {k.replace("_", "-")}="{v}"' for k, v in look.items())
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a picture needs a package: pip install matplotlib") from None
 
-    def text(content, x, y, anchor="start", **look):
-        return (f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attributes(look)}>'
-                f'{html.escape(content)}</text>')
-
-    def short(value):
-        size, unit = next(((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-                           if abs(value) >= s), (1, ""))
-        return f"{value / size:.4g}{unit}"
-
-    def panel(name, top, height, y_low, y_high):
-        """Draws a frame with a grid; at(x, y) is a point in it, in pixels."""
-        def at(x, y):
-            down = min(max((y_high - y) / (y_high - y_low), 0), 1)      # outside: on the frame
-            return left + (x - x_low) / (x_high - x_low) * (right - left), top + down * height
-        for value in ticks(y_low, y_high, height // 35):
-            _, y = at(x_low, value)
-            out.extend([f'<path d="M{left} {y:.1f}H{right}" stroke="#ddd"/>',
-                        text(short(value), left - 7, y + 4, "end")])
-        for value in ticks(x_low, x_high, 8, 1):
-            x, _ = at(value, y_low)
-            out.extend([f'<path d="M{x:.1f} {top}v{height}" stroke="#ddd"/>',
-                        text(short(value), x, top + height + 16, "middle")])
-        middle = top + height / 2
-        out.extend([f'<rect x="{left}" y="{top}" width="{right - left}" height="{height}" '
-                    f'fill="none" stroke="#888"/>',
-                    text(name, 14, middle, "middle", transform=f"rotate(-90 14 {middle})")])
-        return at
-
-    def curve(at, points, colour, **look):
-        places = [at(*p) for p in points]
-        if len(places) == 1:
-            out.append(f'<circle cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3" '
-                       f'fill="{colour}"/>')
-        elif places:
-            out.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" '
-                       f'fill="none" stroke="{colour}"{attributes(look)}/>')
-
-    def drawable(points):
-        return sorted(p for p in points or () if all(
-            isinstance(v, (int, float)) and math.isfinite(v) for v in p))
-    curves = [{kind: drawable(run.get(kind)) for kind in ("train", "val", "lr")}
-              for run in runs.values()]
-    colours = [COLOURS[i % len(COLOURS)] for i in range(len(curves))]
-    steps = [x for run in curves for points in run.values() for x, _ in points] or [0]
-    x_low, x_high = min(steps), max(max(steps), min(steps) + 1)
-    left, right, top, height = 66, 590, 40, max(300, 14 * len(curves))
-
-    # without the fall of the first steps, and without the end of a run that blew up: from the
-    # lowest loss to five times the way to the third quartile, of the best run
-    losses = [sorted(y for kind in ("train", "val") for _, y in run[kind]) for run in curves]
-    ranges = [(values[len(values) // 100], min(values[-1], values[0] + 5 * (
-        values[len(values) * 3 // 4] - values[0]))) for values in losses if values]
-    low = min((low for low, _ in ranges), default=0.0)
-    high = max(min((high for _, high in ranges), default=1.0), low)
-    room = (high - low) * 0.05 or abs(low) * 1e-3 or 1.0
-    out = [text(title or "thick: validation, thin: training", left, 26, font_weight="bold")]
-    at, ends = panel("loss", top, height, low - room, high + room), []
-    for run, colour in zip(curves, colours):
-        curve(at, means(run["train"], 300), colour, stroke_width=1, opacity=0.7)
-    for run, colour, name in zip(curves, colours, runs):
-        curve(at, means(run["val"], 300), colour, stroke_width=2.5)
-        shown = "".join(c for c in name if c.isprintable())[:20]
-        if last := (run["val"] or run["train"])[-1:]:
-            value = f"{last[0][1]:.4f}" if abs(last[0][1]) < 1000 else f"{last[0][1]:.1e}"
-            ends.append((at(*last[0])[1], colour, f"{value} {shown}"))
-        else:
-            ends.append((top + height, colour, shown))
-    ends.sort()
-    places = spread([y for y, _, _ in ends], 14, top, top + height)
-    out += [text(label, right + 8, y + 4, fill=colour)
-            for y, (_, colour, label) in zip(places, ends)]
-    bottom = top + height
-    if rates := [lr for run in curves for _, lr in run["lr"]]:
-        at = panel("learning rate", bottom + 36, 80, 0, max(rates) * 1.1 or 1.0)
-        bottom += 116
-        for run, colour in zip(curves, colours):
-            curve(at, means(run["lr"], 300), colour, stroke_width=1.5)
-    out.append(text("step", (left + right) / 2, bottom + 36, "middle"))
-    size = f'width="800" height="{bottom + 46}"'        # white: the page may be dark
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 800 '
-                      f'{bottom + 46}" font-family="sans-serif" font-size="12" fill="#222">',
-                      f'<rect {size} fill="#fff"/>', *out, "</svg>\n"])
+    def points(run, kind):
+        found = sorted(p for p in run.get(kind) or () if all(
+            isinstance(v, (int, float)) and abs(v) < 1e30 for v in p))
+        few = np.linspace(0, len(found) - 1, min(len(found), 2000)).astype(int)
+        return np.array([found[i] for i in few]).reshape(-1, 2)
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    losses, rates = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1)})
+    highest = []
+    for i, (name, run) in enumerate(runs.items()):
+        train, val, lr = (points(run, kind) for kind in ("train", "val", "lr"))
+        shown = "".join(c for c in name if c.isprintable())[:20].replace("$", r"\$")
+        if len(last := val if len(val) else train):
+            shown = f"{last[-1, 1]:.4g} {shown}"
+        for axes, curve, width, label in ((losses, train, 0.8, None), (losses, val, 2.2, shown),
+                                          (rates, lr, 1.2, None)):
+            axes.plot(curve[:, 0], curve[:, 1], f"C{i % 10}", lw=width, label=label,
+                      marker="o" if len(curve) == 1 else "none")
+        if len(y := np.concatenate([train[:, 1], val[:, 1]])):
+            highest.append(y.min() + 5 * (np.quantile(y, 0.75) - y.min()))
+    # without the fall of the first steps, and the end of a run that blew up: up to five times the
+    # way from the lowest loss to the third quartile of the best run
+    if highest and losses.get_ylim()[0] < min(highest) < losses.get_ylim()[1]:
+        losses.set_ylim(top=min(highest))
+    losses.set(ylabel="loss", title=title or "thick: validation, thin: training")
+    rates.set(xlabel="step", ylabel="learning rate")
+    if runs:
+        losses.legend()
+    out = io.StringIO()
+    figure.savefig(out, format="svg")
+    return out.getvalue()
 
 
 def read_curves(path: Path) -> dict:
@@ -972,19 +1539,20 @@ def plot(config: dict) -> Path:
     """Write loss.svg and return its path: in the run's folder or, for several runs (run.name=a,b),
     in run.output_dir. The nodes of a swarm below runs/<name>/ are several runs too. It only reads
     the runs, which may be going on. Raises FileNotFoundError with the runs there are, ValueError
-    for runs without a loss."""
+    for runs without a loss or without matplotlib."""
     root, node = Path(config["run"]["output_dir"]), config["distributed"]["node_id"]
     folders = [root / name.strip() / node for name in config["run"]["name"].split(",")
                if name.strip()]
     files = []
     for folder in folders:
         own = folder / "metrics.jsonl"
-        files += [own] if own.exists() else sorted(folder.glob("*/metrics.jsonl"))
-        if not files or folder not in (files[-1].parent, files[-1].parent.parent):
+        found = [own] if own.exists() else sorted(folder.glob("*/metrics.jsonl"))
+        if not found:
             there = sorted(p.parent.relative_to(root).as_posix() for depth in ("*", "*/*")
                            for p in root.glob(f"{depth}/metrics.jsonl"))
             raise FileNotFoundError(f"--plot: no run in {folder}; "
                                     f"there are: {', '.join(there) or 'none'}")
+        files += found
     runs = {f.parent.relative_to(root).as_posix(): read_curves(f) for f in files}
     if not any(run["train"] or run["val"] for run in runs.values()):
         raise ValueError(f"--plot: no loss to draw yet in {', '.join(map(str, files))}")
@@ -995,6 +1563,8 @@ def plot(config: dict) -> Path:
 
 class TensorBoard:
     """A hook: the numbers of metrics.jsonl as scalars. Raises ValueError without the package."""
+    TAGS = {"step": ("train/", "loss", "lr", "grad_norm", "tokens_per_s"),
+            "eval": ("val/", "val_loss", "val_loss_per_byte")}
 
     def __init__(self):
         try:
@@ -1009,55 +1579,64 @@ class TensorBoard:
         self.writer = self.make(folder, purge_step=step + 1, flush_secs=10)
 
     def __call__(self, event: str, payload: dict):
-        names = {"step": {f"train/{k}": k for k in ("loss", "lr", "grad_norm", "tokens_per_s")},
-                 "eval": {"val/loss": "val_loss", "val/loss_per_byte": "val_loss_per_byte"}}
-        for name, key in names.get(event, {}).items():
+        group, *keys = self.TAGS.get(event, ("",))
+        for key in keys:
             if payload.get(key) is not None:
-                self.writer.add_scalar(name, payload[key], payload["step"])
-
-
-class AboveBar:
-    """Stands for stdout or stderr while a bar is drawn: whole lines go above it, whoever prints."""
-
-    def __init__(self, stream, bar):
-        self.stream, self.bar, self.rest = stream, bar, ""
-
-    def write(self, text: str) -> int:
-        with self.bar.get_lock():       # a coordinator's thread may print too
-            *lines, self.rest = (self.rest + text).split("\n")
-            if lines:
-                self.bar.clear(nolock=True)
-                self.stream.write("\n".join(lines) + "\n")
-                self.stream.flush()
-                self.bar.refresh(nolock=True)
-        return len(text)
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
+                self.writer.add_scalar(group + key.removeprefix("val_"), payload[key],
+                                       payload["step"])
 
 
 @contextlib.contextmanager
 def bar(first: int, total: int):
-    """A progress bar in the last line of a terminal; None if stdout is none, or without tqdm."""
+    """A progress bar in the last line of a terminal, with all that is printed above it; None if
+    stdout is no terminal, or without tqdm."""
     drawn, out, error = None, sys.stdout, sys.stderr
     if first < total and out and out.isatty() and os.environ.get("TERM") != "dumb":
         with contextlib.suppress(ImportError):
             from tqdm import tqdm       # comes with huggingface_hub
+            from tqdm.contrib import DummyTqdmFile
             drawn = tqdm(initial=first, total=total, file=out, dynamic_ncols=True,
                          bar_format="step     {n_fmt}/{total_fmt} |{bar}| {desc}")
     if drawn is None or drawn.disable:  # by TQDM_DISABLE=1
         yield None
         return
-    above_error = AboveBar(error, drawn) if error and error.isatty() else error
+    above = DummyTqdmFile(out)
     try:
-        with (contextlib.redirect_stdout(AboveBar(out, drawn)),
-              contextlib.redirect_stderr(above_error)):
+        with (contextlib.redirect_stdout(above),
+              contextlib.redirect_stderr(above if error and error.isatty() else error)):
             yield drawn
     finally:
-        drawn.close()       # it stays, as a whole line, with the last loss
+        with contextlib.suppress(OSError):      # the terminal may be gone
+            drawn.close()       # it stays, as a whole line, with the last loss
 
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
 
 # ---- the trainer
+
+
+def out_of_memory(e: BaseException) -> str:
+    """One line for an allocation that failed, "" for any other exception."""
+    if not (isinstance(e, (MemoryError, torch.OutOfMemoryError))
+            or isinstance(e, RuntimeError) and "can't allocate memory" in str(e)):
+        return ""
+    return (f"out of memory: {one_line(e)[:120]}; lower --micro-batch-size, which changes no "
+            f"result, or add --gradient-checkpointing")
+
+
+def outside_trouble(e: Exception) -> str:
+    """One line for what ends a run from outside: bad data, a data process, memory, a disk, the
+    network. "" for a bug, which keeps its traceback."""
+    lines = str(e).strip().splitlines() or [type(e).__name__]
+    if "DataLoader worker" in lines[0] and "exited unexpectedly" in lines[0]:
+        return (f"a data process has died ({lines[0][:80]}): is memory or /dev/shm full? "
+                f"--num-workers=0 reads in the training process")
+    if isinstance(e, (TrainingError, OSError)):     # a data process sends its traceback as text
+        return re.sub(r"^\w[\w.]*Error: ", "", lines[-1])
+    return out_of_memory(e)
 
 
 class Trainer:
@@ -1074,7 +1653,7 @@ class Trainer:
     """
 
     def __init__(self, model, config: dict, train_data, val_data=None, coordinator=None, hooks=()):
-        run = config["run"]
+        run = fill_defaults(config)["run"]
         # first of all: if the package is missing, nothing has been touched
         self.tensorboard = TensorBoard() if config["logging"]["tensorboard"] else None
         self.config, self.train_data, self.val_data = config, train_data, val_data
@@ -1086,34 +1665,30 @@ class Trainer:
             keep_freed_memory()
         elif self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 for what stays fp32
-        torch.manual_seed(mix(run["seed"], config["distributed"]["node_id"]) >> 1)  # dropout
+        torch.manual_seed(hash64(run["seed"], config["distributed"]["node_id"]) >> 1)  # dropout
         self.model = model.to(self.device)
         if run["gradient_checkpointing"]:
-            if not hasattr(model, "set_gradient_checkpointing"):
-                raise ValueError("run.gradient_checkpointing=True: "
-                                 "this model has no set_gradient_checkpointing(enabled)")
-            model.set_gradient_checkpointing(True)
+            checkpoint_activations(model)
         self.optimizers = build_optimizers(model, config["optimizer"], self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.forward = torch.compile(model) if run["compile"] else model
+        pin = config["data"]["pin_memory"]
+        pin = self.device.type == "cuda" if pin == "auto" else pin == "true"
+        self.loss = Loss(model, self.device, self.dtype, pin)
 
-        # absolute step; samples and tokens consumed so far
+        # absolute step; samples taken from the data, labels learned from so far
         self.step = self.position = self.tokens = 0
         self.best = {"step": None, "val_loss": math.inf}
-        # has a loss or gradient been no number?
+        # has a loss or gradient not been finite? How many updates in a row has fp16 skipped?
         self.not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         self.last_loss = torch.zeros(())
+        self.whole = True           # False while an update is half done
+        self.fetching = False       # True while the next batches are waited for
         self.stop_signal = None
-        self.folder = Path(run["output_dir"], run["name"], config["distributed"]["node_id"])
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / ".lock")     # the kernel drops it with the process
-            self.lock.acquire(timeout=0)
-            (self.folder / "latest.json.tmp").write_text("?")  # can this folder be written?
-        except Timeout:
-            raise ValueError(f"{self.folder}: another process is training in this folder") from None
-        except OSError as e:
-            raise OSError(f"run.output_dir: cannot write to {self.folder}: {e.strerror}") from e
+        self.folder = run_folder(config)
+        self.fit_warmup()
+        self.lock_folder(run["resume"])
         try:
             self.open_folder(run["resume"])
             if self.tensorboard:
@@ -1124,16 +1699,38 @@ class Trainer:
             raise
 
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        batch = config["data"]["target_batch_size"]
         say(f"device   {self.device} | {str(self.dtype)[6:]} ({why}) | "
-              f"{torch.get_num_threads()} CPU threads")
-        say(f"model    {config['model']['name']} | {trained:,} parameters | "
-              f"{batch} x {config['model']['block_size']} = "
-              f"{batch * config['model']['block_size']:,} tokens per step | "
-              f"to step {run['max_steps']:,}")
+            f"{torch.get_num_threads()} CPU threads")
+        say(f"model    {type(model).__name__} | {trained:,} parameters | to step "
+            f"{run['max_steps']:,}")
         if run["expected_loss"]:
             say(f"expect   a validation loss near {run['expected_loss']:.2f}")
         say(f"folder   {self.folder}")
+
+    def fit_warmup(self):
+        """A warmup longer than the whole curve would end a run before its learning rate is
+        reached."""
+        c = self.config["scheduler"]
+        if c["warmup_steps"] >= c["max_steps"]:
+            short = c["max_steps"] // 10
+            say(f"notice   scheduler.warmup_steps={c['warmup_steps']} is as long as the run: "
+                f"{short} instead, a tenth of it")
+            c["warmup_steps"] = short
+
+    def lock_folder(self, resume: bool):
+        """Take the run's folder. Raises ValueError if another process has it, OSError if it cannot
+        be written."""
+        if resume and not self.folder.exists():
+            load_checkpoint(self.config)    # says so, and leaves no folder behind
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / ".lock")     # the kernel drops it with the process
+            self.lock.acquire(timeout=0)
+            (self.folder / "latest.json.tmp").write_text("?")  # can this folder be written?
+        except Timeout:
+            raise ValueError(f"{self.folder}: another process is training in this folder") from None
+        except OSError as e:
+            raise OSError(f"run.output_dir: cannot write to {self.folder}: {e.strerror}") from e
 
     def open_folder(self, resume: bool):
         for leftover in self.folder.glob("*.tmp"):  # of a process that was killed while writing
@@ -1162,26 +1759,32 @@ class Trainer:
         for hook in self.hooks:
             hook(event, payload)
 
+    def progress(self) -> str:
+        return (f"{self.step:>{len(str(self.config['run']['max_steps']))}}/"
+                f"{self.config['run']['max_steps']}")
+
     # checkpoints
 
     def checkpoints(self) -> list[Path]:
-        return sorted((p for p in self.folder.glob("step_*.pt")
-                       if re.fullmatch(r"step_\d{12}\.pt", p.name)), reverse=True)
+        return checkpoints(self.folder)
+
+    def state_dict(self) -> dict:
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "step": self.step, "position": self.position, "tokens": self.tokens,
+            "best": self.best, "last_loss": float(self.last_loss), "random": random_state(),
+            "config": self.config, "data": getattr(self.train_data, "fingerprint", None),
+            "coordinator": self.coordinator.state_dict() if self.coordinator else None,
+        }
 
     def save(self):
         """Write step_<step>.pt, point latest.json at it,
         and delete what checkpoint.keep_last does not keep."""
         self.refuse_not_finite()
         path = self.folder / f"step_{self.step:012d}.pt"
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [o.state_dict() for o in self.optimizers],
-            "scaler": self.scaler.state_dict(),
-            "step": self.step, "position": self.position, "tokens": self.tokens,
-            "best": self.best, "last_loss": float(self.last_loss), "random": random_state(),
-            "config": self.config,
-            "coordinator": self.coordinator.state_dict() if self.coordinator else None,
-        }
+        state = self.state_dict()
         write_atomically(path, lambda f: torch.save(state, f))
         latest = json.dumps({"step": self.step, "path": path.name})
         write_atomically(self.folder / "latest.json", lambda f: f.write(latest.encode()))
@@ -1190,50 +1793,40 @@ class Trainer:
         self.emit("checkpoint", f"{self.progress()} | {path}", step=self.step, path=path.name)
 
     def resume(self):
-        """Continue from the newest checkpoint that is whole, saying which ones are not."""
-        state = None
-        for path in self.checkpoints():
-            try:
-                state = read_checkpoint(path)
-                break
-            except ValueError as e:
-                # or it would pass for the newest
-                path.rename(path.with_name(path.name + ".damaged"))
-                say(f"notice   {e}; set aside, trying the one before")
-        if state is None:
-            raise FileNotFoundError(f"--resume: no usable checkpoint in {self.folder}; "
-                                    f"start without --resume")
-        ours = {k: tuple(v.shape) for k, v in self.model.state_dict().items()}
-        theirs = {k: tuple(v.shape) for k, v in state["model"].items()}
-        if ours != theirs:
-            k = next(k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k))
-            source = state["config"]["model"].get("init_from")
-            raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} "
-                             f"there, {ours.get(k, 'missing')} here"
-                             + f"; it was begun with --model.init_from={source}" * bool(source))
-        self.model.load_state_dict(state["model"])
+        """Continue from the newest checkpoint that is whole, or from the best one, and say which
+        settings are others now."""
+        def set_aside(path):        # or it would pass for the newest
+            path.rename(path.with_name(path.name + ".damaged"))
+        path, state = load_checkpoint(self.config, damaged=set_aside)
+        load_model(self.model, state, path)
+        if "optimizers" not in state:
+            raise ValueError(f"{path} holds a model only: it can be sampled and exported, and "
+                             f"--resume without --best goes on")
         if len(state["optimizers"]) != len(self.optimizers):
             raise ValueError(f"{path} was written with another optimizer.name")
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             for group, now in zip(saved["param_groups"], optimizer.param_groups):
-                # the settings of today, the state of then
+                # the settings of now, the state of then
                 group.update({k: v for k, v in now.items() if k != "params"})
             optimizer.load_state_dict(saved)
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:         # a run of another precision has none, and fp16 begins with a new
+            self.scaler.load_state_dict(state["scaler"])
         self.last_loss = torch.tensor(state["last_loss"])
         self.step, self.position, self.tokens, self.best = (
             state[k] for k in ("step", "position", "tokens", "best"))
         set_random_state(state["random"])
         if self.coordinator and state["coordinator"]:
             self.coordinator.load_state_dict(state["coordinator"])
-        for section, values in self.config.items():
-            for key, value in values.items():
-                before = state["config"].get(section, {}).get(key, value)
-                if before != value and key != "resume":
-                    say(f"notice   {section}.{key} was {before} in the checkpoint "
-                          f"and is {value} now")
+        for newer in self.checkpoints():        # than the best, which is gone back to
+            if int(newer.stem[5:]) > self.step:
+                say(f"notice   {newer.name} is set aside as {newer.name}.left")
+                newer.rename(newer.with_name(newer.name + ".left"))
         self.forget_after(self.step)
-        say(f"resume   from {path} at step {self.step:,}")
+        changed = changes(state["config"], self.config)
+        say(f"resume   from {path} at step {self.step:,}" + f" | now {changed}" * bool(changed))
+        before, now = state.get("data"), getattr(self.train_data, "fingerprint", None)
+        if before and now and (change := data_change(before, now)):
+            say(f"notice   {change}")
 
     def forget_after(self, step: int):
         """Drop the lines of metrics.jsonl that steps to come will write again,
@@ -1248,56 +1841,20 @@ class Trainer:
                                 "path": f"step_{step:012d}.pt"}) + "\n")
         write_atomically(path, lambda f: f.write("".join(kept).encode()))
 
-    # the work
-
-    def loss(self, model, batch) -> torch.Tensor:
-        return batch_loss(model, self.model, batch, self.device, self.dtype)
-
-    def forward_backward(self, microbatches) -> torch.Tensor:
-        """Accumulate the gradients of the mean loss of the microbatches,
-        which is returned, still on the device."""
-        total = torch.zeros((), device=self.device)
-        try:
-            for batch in microbatches:
-                loss = self.loss(self.forward, batch) / len(microbatches)
-                self.scaler.scale(loss).backward()
-                total += loss.detach()
-        except Exception as e:
-            if self.forward is self.model:
-                raise
-            say(f"notice   torch.compile failed, going on without it: "
-                  f"{type(e).__name__}: {one_line(e)[:200]}")
-            self.forward = self.model
-            self.zero_grad()
-            return self.forward_backward(microbatches)
-        return total
-
-    def learning_rate(self) -> float:
-        def coordinated(name, otherwise):
-            return getattr(self.coordinator, name, lambda step: otherwise)(self.step)
-        return (self.config["optimizer"]["lr"] * coordinated("lr_scale", 1.0)
-                * lr_factor(coordinated("schedule_step", self.step), self.config["scheduler"]))
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+    # evaluation and samples
 
     def evaluate(self) -> float:
         return mean_loss(self.model, self.val_data, self.config, self.device, self.dtype)
 
-    def progress(self) -> str:
-        return (f"{self.step:>{len(str(self.config['run']['max_steps']))}}/"
-                f"{self.config['run']['max_steps']}")
-
     def eval_and_keep_best(self):
         self.refuse_not_finite()
-        with self.saving_on_trouble():
-            val_loss = self.evaluate()
+        val_loss = self.evaluate()
         if not math.isfinite(val_loss):
+            self.not_finite.fill_(True)     # nothing of it is saved
             raise TrainingError(f"step {self.step}: the validation loss is {val_loss}")
         if val_loss < self.best["val_loss"]:
             self.best = {"step": self.step, "val_loss": val_loss}
-            state = {"model": self.model.state_dict(), "config": self.config, **self.best}
+            state = {**self.state_dict(), **self.best}
             write_atomically(self.folder / "best.pt", lambda f: torch.save(state, f))
         line = (f"{self.progress()} | val {val_loss:.4f} | "
                 f"best {self.best['val_loss']:.4f} @ {self.best['step']}")
@@ -1314,17 +1871,58 @@ class Trainer:
 
     def print_sample(self, whole: bool):
         """Continue run.sample, by at most 100 tokens if not the whole. Raises TrainingError."""
+        self.text = self.text or Text(self.config)
         count = self.config["sample"]["tokens"]
+        count = count if whole else min(100, count)
+        show_sample(sample_text(self.model, self.config, self.text, count))
+
+    # one update
+
+    def next_batches(self, data) -> tuple[list[dict], int]:
+        """The microbatches of the next update, and how many samples were taken for them. Raises
+        TrainingError if no label in them counts, a hundred times in a row."""
+        self.fetching, samples = True, 0    # a signal need not wait for a loader that hangs
         try:
-            self.text = self.text or Text(self.config)
-            prompt = self.text.encode(self.config["run"]["sample"] or "\n")
-            if max(prompt) >= self.config["model"]["vocab_size"]:
-                raise ValueError("the prompt is outside the vocabulary")
-            ids = generate(self.model, prompt, self.config, count if whole else min(100, count))
-            text = self.text.decode(ids)
-        except Exception as e:  # a model that wants labels, say
-            raise TrainingError(f"no sample: {type(e).__name__}: {one_line(e)}") from e
-        say(f"sample   {'-' * 60}\n{text}\n{'-' * 69}")
+            for _ in range(100):
+                microbatches = [next(data) for _ in range(self.config["data"]["accumulation"])]
+                samples += sum(len(b["input_ids"]) for b in microbatches)
+                if any(self.loss.count(b) for b in microbatches):
+                    return microbatches, samples
+        finally:
+            self.fetching = False
+        raise TrainingError("the batches of 100 steps in a row hold no label that counts")
+
+    def forward_backward(self, microbatches: list[dict]) -> tuple[torch.Tensor, int]:
+        """Accumulate the gradients of the mean loss over all labels that count in the microbatches.
+        Returns that loss, still on the device, and the number of labels."""
+        total, counts = torch.zeros((), device=self.device), list(map(self.loss.count, microbatches))
+        try:
+            for batch, count in zip(microbatches, counts):
+                if not count:
+                    continue        # its own mean would be NaN
+                loss = self.loss(self.forward, batch) * (count / sum(counts))
+                self.scaler.scale(loss).backward()
+                total += loss.detach()
+        except Exception as e:
+            if self.forward is self.model:
+                raise
+            if not self.stop_signal:        # else it is the compiler's processes that were stopped
+                say(f"notice   torch.compile failed, going on without it: "
+                    f"{type(e).__name__}: {one_line(e)[:200]}")
+            self.forward = self.model
+            self.zero_grad()
+            return self.forward_backward(microbatches)
+        return total, sum(counts)
+
+    def learning_rate(self) -> float:
+        def coordinated(name, otherwise):
+            return getattr(self.coordinator, name, lambda step: otherwise)(self.step)
+        return (self.config["optimizer"]["lr"] * coordinated("lr_scale", 1.0)
+                * lr_factor(coordinated("schedule_step", self.step), self.config["scheduler"]))
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def refuse_not_finite(self):
         if self.not_finite.item():
@@ -1333,23 +1931,30 @@ class Trainer:
                                 f"lower optimizer.lr, or look at the data; "
                                 f"the last good checkpoint is {newest}")
 
-    @contextlib.contextmanager
-    def saving_on_trouble(self):
-        """Bad data ends the run in one line, with the work so far saved."""
-        try:
-            yield
-        except (TrainingError, OSError) as e:
-            if self.step:
-                self.save()
-            # out of a DataLoader process it comes with its traceback as text
-            last = (str(e).strip().splitlines() or [""])[-1]
-            raise TrainingError(re.sub(r"^\w[\w.]*Error: ", "", last) or type(e).__name__) from e
+    def refuse_collapse(self):
+        """fp16 skips an update whose gradients overflow, and halves its scale. Where that goes on
+        and on the weights stand still. They are good ones, and are saved."""
+        if not self.scaler.is_enabled():
+            return
+        if (skipped := self.skipped.item()) >= SKIPPED or self.scaler.get_scale() < 1:
+            raise TrainingError(f"step {self.step}: fp16 has skipped {skipped} updates in a row, its "
+                                f"loss scale is {self.scaler.get_scale():.3g}: take "
+                                f"--precision=bf16 or fp32, or lower --lr")
+
+    # the work
 
     def train(self):
-        """Run to max_steps, or to a signal, and evaluate and save there. Raises TrainingError."""
+        """Run to max_steps, or to a signal, and evaluate and save there. Whatever ends a run from
+        outside an update saves first. Raises TrainingError, in one line, for what is no bug."""
         with self.catching_signals():
             try:
                 self.loop()
+            except Exception as e:
+                if self.whole and self.step and not self.not_finite.item():
+                    self.save()
+                if line := outside_trouble(e):
+                    raise TrainingError(line) from e
+                raise
             finally:
                 if self.tensorboard:
                     self.tensorboard.writer.close()
@@ -1357,46 +1962,56 @@ class Trainer:
 
     @contextlib.contextmanager
     def catching_signals(self):
-        """The first Ctrl-C or SIGTERM ends the run after the step under way,
-        the second one ends it at once."""
-        main = threading.current_thread() is threading.main_thread()
-        before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
-
-        def restore():
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        def stop(number, _):
-            self.stop_signal = signal.Signals(number).name
-            restore()
-
-        for number in before:
-            signal.signal(number, stop)
+        """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step under way, the second one
+        ends it at once, as a KeyboardInterrupt. A SIGHUP that nohup ignores stays ignored."""
+        before = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if (number and threading.current_thread() is threading.main_thread()
+                    and not (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN)):
+                before[number] = signal.signal(number, self.on_signal)
         try:
             yield
         finally:
-            restore()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def on_signal(self, number, _):
+        if self.stop_signal:
+            raise KeyboardInterrupt
+        self.stop_signal = signal.Signals(number).name
+        line = f"stop     {self.stop_signal}: finishing this step, then saving; again to stop now\n"
+        try:        # keep: not print, which may be what was interrupted
+            os.write(sys.__stdout__.fileno(), (("\r\x1b[K" if self.bar else "") + line).encode())
+        except (OSError, ValueError, AttributeError):
+            pass    # no terminal any more
+        if self.fetching:
+            raise KeyboardInterrupt
 
     def loop(self):
         if self.coordinator:
             self.coordinator.start(self)    # may move to another step
         first = self.step
-        data = batches(self.train_data, self.config, self.position, self.device)
+        data = batches(self.train_data, self.config, self.position, self.loss.ignore)
         with (contextlib.closing(data),
               bar(self.step, self.config["run"]["max_steps"]) as self.bar):
-            self.steps(data)
-        self.bar = None
+            try:
+                self.steps(data)
+            finally:
+                self.bar = None
         if self.coordinator:
+            if self.step > first:
+                self.save()         # before the wait for an upload
             self.coordinator.finish(self)
         if self.step == first and not self.stop_signal:
-            say(f"done     already at step {self.step} of {self.config['run']['max_steps']}")
-            return
+            return say(f"done     already at step {self.step} of "
+                       f"{self.config['run']['max_steps']}: --max-steps=MORE goes on")
         if self.val_data is not None and not self.stop_signal:
             self.eval_and_keep_best()
         self.save()
         if self.stop_signal:
             say(f"stop     {self.stop_signal}: the state is saved, "
-                  f"--resume goes on from step {self.step}")
+                f"--resume goes on from step {self.step}")
 
     def steps(self, data):
         run, c, coordinator = self.config["run"], self.config, self.coordinator
@@ -1410,13 +2025,25 @@ class Trainer:
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-            with self.saving_on_trouble():
-                microbatches = [as_batch(next(data)) for _ in range(c["data"]["accumulation"])]
-            loss = self.forward_backward(microbatches)
+            try:
+                microbatches, samples = self.next_batches(data)
+            except BaseException:
+                if self.stop_signal:    # by a signal that reached the data processes, too
+                    return
+                raise
+            if self.step == first:
+                B, T = microbatches[0]["input_ids"].shape
+                n = len(microbatches)
+                say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
+                    f"(microbatches x samples x positions)")
+            loss, tokens = self.forward_backward(microbatches)
+
+            self.whole = False
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(params, c["optimizer"]["grad_clip"] or math.inf)
             self.not_finite |= ~torch.isfinite(loss if self.scaler.is_enabled() else loss + norm)
+            self.skipped = torch.where(torch.isfinite(norm), 0, self.skipped + 1)
             # elsewhere it would be a sync: checked before log, eval and save
             if self.device.type == "cpu":
                 self.refuse_not_finite()
@@ -1426,21 +2053,22 @@ class Trainer:
             self.zero_grad()
             self.last_loss = loss
             self.step += 1
-            self.position += c["data"]["target_batch_size"]
-            tokens = sum(int(b["attention_mask"].sum()) if "attention_mask" in b
-                         else b["input_ids"].numel() for b in microbatches)
+            self.position += samples
             self.tokens += tokens
+            self.whole = True
+
             if coordinator:
                 coordinator.after_step(self)
             if self.bar:
                 self.bar.update(self.step - self.bar.n)     # a coordinator may have moved it
-
             window_steps, window_tokens = window_steps + 1, window_tokens + tokens
-            if self.step % c["logging"]["every_steps"] == 0 or self.step == run["max_steps"]:
+            done = self.step - first
+            if (self.step % c["logging"]["every_steps"] == 0 or done in (1, 2, 5, 10)
+                    or self.step == run["max_steps"]):
                 self.refuse_not_finite()    # waits for the device: the clock below is right
+                self.refuse_collapse()
                 now = time.perf_counter() - paused
-                spent, elapsed, rate = (
-                    (now - window) / window_steps, now - began, window_tokens / (now - window))
+                spent, rate = (now - window) / window_steps, window_tokens / (now - window)
                 eta = duration((run["max_steps"] - self.step) * spent)
                 if self.bar:
                     self.bar.set_description_str(f"loss {loss.item():.4f} | {rate:,.0f} tok/s | "
@@ -1449,9 +2077,9 @@ class Trainer:
                                   f"norm {norm.item():.2f} | {spent * 1e3:,.0f} ms | "
                                   f"{rate:,.0f} tok/s | eta {eta}",
                           step=self.step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
-                          tokens=self.tokens, tokens_per_s=rate, seconds=elapsed)
+                          tokens=self.tokens, tokens_per_s=rate, seconds=now - began)
                 window, window_steps, window_tokens = now, 0, 0
-            elif self.step - first == WARM_STEPS:
+            if done == WARM_STEPS:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()
                 window, window_steps, window_tokens = time.perf_counter() - paused, 0, 0
@@ -1465,9 +2093,3 @@ class Trainer:
                         and self.step % c["checkpoint"]["every_steps"] == 0):
                     self.save()
                 paused += time.perf_counter() - pause
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f}s"
-    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
