@@ -108,7 +108,6 @@ base = dict(
         outer_lr=0.7,               # of the outer Nesterov step
         outer_momentum=0.9,         # of the outer Nesterov step
         outer_warmup=20,            # rounds over which the outer momentum grows; 0 = constant
-        quorum=0,                   # close a round with this many nodes; 0 = all active ones
         round_timeout=0.0,          # s a round waits after its first delta; 0 = two inner loops
         poll_interval=0.0,          # s between looks at the hub; 0 = a tenth of an inner loop
         codec="int4",               # how deltas and updates are written: fp32 bf16 int8 int4 int2
@@ -116,11 +115,10 @@ base = dict(
         wait=False,                 # synchronous: stop at each boundary until the round is out
         max_pending=4,              # deltas a node leaves waiting before it stops sending
         join_warmup=20,             # steps over which a node that joins ramps its learning rate
-        max_staleness=0,            # refuse deltas older than this many outer steps; 0 = never
-        staleness_power=0.0,        # weight (1 + outer steps of age) ** -this; 0 = no weighting
         max_norm_ratio=10.0,        # scale deltas down to this many medians of the norm; 0 = off
-        squash_every=200,           # outer steps between squashes of the Hub's history; 0 = never
-        max_outer_steps=0,          # the master stops there; 0 = it goes on
+        keyframe_every=10,          # outer steps between two uploads of the whole model
+        squash_gb=20.0,             # GB committed between squashes of the Hub's history; 0 = never
+        max_outer_steps=0,          # the swarm ends there; 0 = at run.max_steps
         status=False,               # master.py: print the nodes and the losses, and end
     ),
 )
@@ -160,7 +158,8 @@ CHOICES = {
 AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.block_size",
                 "model.n_layer", "model.n_head", "model.d_model", "data.micro_batch_size",
                 "data.target_batch_size", "data.prefetch_factor", "checkpoint.keep_last",
-                "logging.every_steps", "distributed.inner_steps", "distributed.max_pending")
+                "logging.every_steps", "distributed.inner_steps", "distributed.max_pending",
+                "distributed.keyframe_every")
 
 # What the nodes of a swarm take from the master. Not: paths and devices of a machine, the hub.
 SHARED = [("run", key) for key in ("name", "seed", "precision", "max_steps", "eval_every",
@@ -172,9 +171,8 @@ SHARED += [("data", key) for key in ("path", "val_path", "text_column", "tokeniz
 SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
                                             "join_warmup", "poll_interval",
                                             "commits_per_hour", "outer_lr", "outer_momentum",
-                                            "outer_warmup", "quorum", "round_timeout",
-                                            "max_staleness", "staleness_power", "max_norm_ratio",
-                                            "squash_every")]
+                                            "outer_warmup", "round_timeout", "max_norm_ratio",
+                                            "keyframe_every", "squash_gb")]
 
 # What belongs to one command, and not to the run that it goes on with.
 OF_THE_MOMENT = {("run", key) for key in ("name", "output_dir", "resume", "best", "plot", "export")}
@@ -272,15 +270,16 @@ def load_config(argv: list[str], published: dict | None = None, pretrained: dict
     if remembered is not None:
         began = remembered.get("run", {}).get("config", name)
         if ("run", "config") in asked and began != name:
-            raise ValueError(f"--config={name}: this run was begun with --config={began} and goes on "
-                             f"with its own settings; leave --config out, or use another --name")
+            raise ValueError(f"--config={name}: this run was begun with --config={began} and goes "
+                             f"on with its own settings; leave --config out, or use another --name")
         take_over(config, remembered, [(s, k) for s in base for k in base[s]
                                        if (s, k) not in asked and (s, k) not in OF_THE_MOMENT])
     if published is not None:
         take_over(config, published, [pair for pair in SHARED if pair not in asked])
         if ":" in config["model"]["name"] and ("model", "name") not in asked:
-            raise ValueError(f"the hub asks for the model {config['model']['name']}, which is code: "
-                             f"if you trust it, say --model.name={config['model']['name']} yourself")
+            code = config["model"]["name"]
+            raise ValueError(f"the hub asks for the model {code}, which is code: if you trust it, "
+                             f"say --model.name={code} yourself")
     for section, key, text in flags:
         config[section][key] = parse(text, base[section][key], f"{section}.{key}")
     for key, value in (pretrained or {}).get("model", {}).items():
@@ -312,7 +311,30 @@ def shared_settings(config: dict) -> dict:
     shared = {}
     for section, key in SHARED:
         shared.setdefault(section, {})[key] = config[section][key]
+    if config["scheduler"]["max_steps"] == config["run"]["max_steps"]:
+        shared["scheduler"]["max_steps"] = 0    # it ends with the run, also with a longer one
     return shared
+
+
+def check_named(argv: list[str], published: dict) -> list[str]:
+    """What to tell a user who gives --config for a hub that holds a run, where that run's settings
+    count. Raises ValueError if it is another model."""
+    names = [text for section, key, text in read_flags(argv) if (section, key) == ("run", "config")]
+    if not names or names[-1] == published.get("run", {}).get("name"):
+        return []
+    others = []
+    for section, values in shared_settings(load_config([f"--config={names[-1]}"])).items():
+        for key, value in values.items():
+            there = check_setting(published, section, key, value)
+            if there == value or key == "name":
+                continue
+            if section == "model":
+                raise ValueError(f"--config={names[-1]} is another model than this hub's: "
+                                 f"model.{key}={value}, there {there}; leave --config out, or use "
+                                 f"another --hub")
+            others.append(f"{section}.{key}={there}")
+    return [f"notice   --config={names[-1]} counts for a new hub only; this one goes on with "
+            f"{', '.join(others)}"] if others else []
 
 
 def check_setting(source: dict, section: str, key: str, otherwise):
@@ -345,12 +367,12 @@ def help_text() -> str:
 
 
 def leave_on_signals():
-    """While no training is under way there is nothing to save: Ctrl-C, SIGTERM and a closed terminal
-    end the program at once, with status 0. The Trainer sets handlers of its own."""
+    """While no training is under way there is nothing to save: Ctrl-C, SIGTERM and a closed
+    terminal end the program at once, with status 0. The Trainer sets handlers of its own."""
     def leave(number, frame):
         with contextlib.suppress(OSError):      # keep: not print, which may be what is interrupted
             os.write(1, b"stop     at once: no training is under way\n")
-        sys.exit(0)
+        os._exit(0)     # keep: not an exception, which some module that is being imported swallows
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number and not (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):

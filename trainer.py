@@ -1809,7 +1809,7 @@ class Trainer:
                 # the settings of now, the state of then
                 group.update({k: v for k, v in now.items() if k != "params"})
             optimizer.load_state_dict(saved)
-        if state["scaler"]:         # a run of another precision has none, and fp16 begins with a new
+        if state["scaler"]:     # a run of another precision has none: fp16 begins with a new one
             self.scaler.load_state_dict(state["scaler"])
         self.last_loss = torch.tensor(state["last_loss"])
         self.step, self.position, self.tokens, self.best = (
@@ -1895,7 +1895,8 @@ class Trainer:
     def forward_backward(self, microbatches: list[dict]) -> tuple[torch.Tensor, int]:
         """Accumulate the gradients of the mean loss over all labels that count in the microbatches.
         Returns that loss, still on the device, and the number of labels."""
-        total, counts = torch.zeros((), device=self.device), list(map(self.loss.count, microbatches))
+        total = torch.zeros((), device=self.device)
+        counts = [self.loss.count(batch) for batch in microbatches]
         try:
             for batch, count in zip(microbatches, counts):
                 if not count:
@@ -1937,8 +1938,8 @@ class Trainer:
         if not self.scaler.is_enabled():
             return
         if (skipped := self.skipped.item()) >= SKIPPED or self.scaler.get_scale() < 1:
-            raise TrainingError(f"step {self.step}: fp16 has skipped {skipped} updates in a row, its "
-                                f"loss scale is {self.scaler.get_scale():.3g}: take "
+            raise TrainingError(f"step {self.step}: fp16 has skipped {skipped} updates in a row, "
+                                f"its loss scale is {self.scaler.get_scale():.3g}: take "
                                 f"--precision=bf16 or fp32, or lower --lr")
 
     # the work
@@ -1992,6 +1993,7 @@ class Trainer:
         if self.coordinator:
             self.coordinator.start(self)    # may move to another step
         first = self.step
+        # the generator owns the data processes: closing it ends them
         data = batches(self.train_data, self.config, self.position, self.loss.ignore)
         with (contextlib.closing(data),
               bar(self.step, self.config["run"]["max_steps"]) as self.bar):
@@ -2004,14 +2006,16 @@ class Trainer:
                 self.save()         # before the wait for an upload
             self.coordinator.finish(self)
         if self.step == first and not self.stop_signal:
+            more = "" if self.coordinator else ": --max-steps=MORE goes on"
             return say(f"done     already at step {self.step} of "
-                       f"{self.config['run']['max_steps']}: --max-steps=MORE goes on")
+                       f"{self.config['run']['max_steps']}{more}")
         if self.val_data is not None and not self.stop_signal:
             self.eval_and_keep_best()
         self.save()
         if self.stop_signal:
-            say(f"stop     {self.stop_signal}: the state is saved, "
-                f"--resume goes on from step {self.step}")
+            how = "the next start" if self.coordinator else "--resume"
+            say(f"stop     {self.stop_signal}: the state is saved, {how} goes on from step "
+                f"{self.step}")
 
     def steps(self, data):
         run, c, coordinator = self.config["run"], self.config, self.coordinator
@@ -2021,6 +2025,7 @@ class Trainer:
         window_steps = window_tokens = 0
         self.model.train()
         while self.step < run["max_steps"] and not self.stop_signal:
+            # learning rate and data of this step
             lr = self.learning_rate()
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -2038,6 +2043,7 @@ class Trainer:
                     f"(microbatches x samples x positions)")
             loss, tokens = self.forward_backward(microbatches)
 
+            # the update: from here to its end the state is torn, and nothing saves it
             self.whole = False
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -2057,6 +2063,7 @@ class Trainer:
             self.tokens += tokens
             self.whole = True
 
+            # what comes between two updates: the swarm, a line, evaluation, a checkpoint
             if coordinator:
                 coordinator.after_step(self)
             if self.bar:
@@ -2079,7 +2086,7 @@ class Trainer:
                           step=self.step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
                           tokens=self.tokens, tokens_per_s=rate, seconds=now - began)
                 window, window_steps, window_tokens = now, 0, 0
-            if done == WARM_STEPS:
+            if done == WARM_STEPS:      # the rate of later steps counts from here
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()
                 window, window_steps, window_tokens = time.perf_counter() - paused, 0, 0
