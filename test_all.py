@@ -5570,9 +5570,10 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
         # a node that is killed before its first checkpoint joins anew, at the swarm's step; one that
         # is killed with its last delta on the hub has no more to send
         assert entry["steps"] + entry["lost"] <= entry["local_step"]
-    # the nodes at work decide the end: on a fast machine one may be down for more than four rounds
+    # the end is that of the mean progress, in which a node not half as far as the first (here, one
+    # that was killed while the other went on) does not count
     steps = [entry["local_step"] for entry in books(tmp_path).values()]
-    assert max(steps) >= 110 and sum(steps) <= 280
+    assert 115 <= diloco.mean_progress(steps) and sum(steps) <= 280
 
 
 def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
