@@ -46,7 +46,6 @@ import re
 import shutil
 import stat
 import statistics
-import struct
 import tempfile
 import threading
 import time
@@ -99,10 +98,6 @@ class StorageFull(Unavailable):
     """The repository's storage quota is used up. The commit was not made. A squash frees space."""
 
 
-class Moved(Unavailable):
-    """The repository has a new name, which the transport uses from now on. Nothing was done."""
-
-
 class Refused(Exception):
     """Trying again will not help: no rights, no such repository, taken over by another."""
 
@@ -114,6 +109,7 @@ class NoRepository(Refused):
 class Superseded(Refused):
     """Another master has published."""
 
+
 def complete(settings: dict | None) -> dict:
     """The settings with the defaults for what is not given. Raises ValueError for a bad one."""
     settings = settings or {}
@@ -123,23 +119,23 @@ def complete(settings: dict | None) -> dict:
             raise ValueError(f"distributed.{key} is not a setting; the nearest is {near}")
     settings = {**DEFAULTS, **settings}
     for key, value in settings.items():
-        default = DEFAULTS[key]
-        number = isinstance(default, (int, float)) and not isinstance(default, bool)
-        kinds = (int, float) if isinstance(default, float) else type(default)
-        if not isinstance(value, kinds) or number and not 0 <= value < math.inf:
-            raise ValueError(f"distributed.{key}={value!r}: wants a {type(default).__name__}"
-                             + ", not negative" * number)
+        check_setting(key, value, DEFAULTS[key])
     if settings["codec"] not in CODECS:
         raise ValueError(f"distributed.codec={settings['codec']}: wants one of {', '.join(CODECS)}")
-    for key in ("inner_steps", "max_pending", "keyframe_every"):
-        if settings[key] < 1:
-            raise ValueError(f"distributed.{key}={settings[key]}: must be at least 1")
-    if settings["outer_lr"] <= 0:
-        raise ValueError(f"distributed.outer_lr={settings['outer_lr']}: must be above 0")
+    if settings["outer_lr"] == 0:
+        raise ValueError("distributed.outer_lr=0: must be above 0")
     if settings["outer_momentum"] >= 1:
-        raise ValueError(f"distributed.outer_momentum={settings['outer_momentum']}: "
-                         f"must be below 1")
+        raise ValueError(f"distributed.outer_momentum={settings['outer_momentum']}: must be below 1")
     return settings
+
+
+def check_setting(key: str, value, default):
+    kinds = (int, float) if isinstance(default, float) else type(default)
+    if not isinstance(value, kinds):
+        raise ValueError(f"distributed.{key}={value!r}: wants a {type(default).__name__}")
+    least = 1 if key in ("inner_steps", "max_pending", "keyframe_every") else 0
+    if isinstance(default, (int, float)) and not least <= value < math.inf:
+        raise ValueError(f"distributed.{key}={value}: must be a number, at least {least}")
 
 
 def write_line(line: str):
@@ -289,29 +285,20 @@ def save(tensors: dict, file: Path, header: dict | None = None) -> dict:
         raise Unavailable(f"cannot write {file}: {e}") from e
 
 
-def open_file(file: Path, expected) -> tuple[dict, dict]:
-    """(header, tensors) of a safetensors file: the tensors are mapped, not read. expected(header)
-    says which there must be, {name: (dtype, shape)}. Raises ValueError with the reason."""
-    size = os.path.getsize(file)
-    with open(file, "rb") as f:
-        length = struct.unpack("<Q", f.read(8).ljust(8, b"\0"))[0]
-    if size < 8 or length > min(size - 8, 100 << 20):
-        raise ValueError(f"no safetensors file: a header of {length:,} bytes in a file of {size:,}")
+def open_file(file: Path) -> tuple[dict, dict]:
+    """(header, tensors) of a safetensors file: the tensors are mapped, not read. Raises ValueError
+    with the reason."""
     try:
         with safe_open(file, "pt") as f:
-            header = f.metadata() or {}
-            there = {k: f.get_slice(k) for k in f.keys()}
-            there = {k: (v.get_dtype(), tuple(v.get_shape())) for k, v in there.items()}
-            check_tensors(there, expected(header))
-            return header, {k: f.get_tensor(k) for k in there}
+            return f.metadata() or {}, {k: f.get_tensor(k) for k in f.keys()}
     except (SafetensorError, OSError, RuntimeError) as e:
-        raise ValueError(f"unreadable: {str(e).splitlines()[0]}") from None
+        raise ValueError(f"unreadable, no safetensors file: {str(e).splitlines()[0]}") from None
 
 
-def check_tensors(there: dict, expected: dict):
-    """Raises ValueError naming the first tensor that is missing, unknown or misshapen."""
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
-    expected = {k: (names[dtype], shape) for k, (dtype, shape) in expected.items()}
+def check_tensors(tensors: dict, expected: dict):
+    """Compare with {name: (dtype, shape)}. Raises ValueError naming the first tensor that is
+    missing, unknown or misshapen."""
+    there = {k: (v.dtype, tuple(v.shape)) for k, v in tensors.items()}
     for k in sorted(there.keys() | expected):
         if there.get(k) != expected.get(k):
             raise ValueError(f"tensor {k[:80]} is {there.get(k, 'missing')}, "
@@ -320,11 +307,22 @@ def check_tensors(there: dict, expected: dict):
 
 def open_coded(file: Path, shapes: dict) -> tuple[dict, dict]:
     """(header, stored tensors) of a delta or an update. Raises ValueError with the reason."""
-    def expected(header):
-        if header.get("codec") not in CODECS:
-            raise ValueError(f"the header lacks something: codec is {header.get('codec')!r:.20}")
-        return stored_shapes(shapes, header["codec"])
-    return open_file(file, expected)
+    header, tensors = open_file(file)
+    if header.get("codec") not in CODECS:
+        raise ValueError(f"the header lacks something: codec is {header.get('codec')!r:.20}")
+    check_tensors(tensors, stored_shapes(shapes, header["codec"]))
+    return header, tensors
+
+
+def open_plain(file: Path, shapes: dict | None = None) -> dict:
+    """The tensors of a keyframe: all fp32, or all bf16. Without shapes, whatever there is. Raises
+    ValueError with the reason."""
+    _, tensors = open_file(file)
+    rounded = any(v.dtype == torch.bfloat16 for v in tensors.values())
+    dtype = torch.bfloat16 if rounded else torch.float32
+    shapes = shapes or shapes_of(tensors)
+    check_tensors(tensors, {name: (dtype, shape) for name, shape in shapes.items()})
+    return tensors
 
 # ---- patience
 
@@ -334,22 +332,21 @@ def never() -> bool:
 
 
 def wait(seconds: float, stopped):
-    """Sleep, with jitter so that nodes do not march in step, waking up early when stopped()
-    holds."""
+    """Sleep, with jitter so that nodes do not march in step. Wake up early when stopped() holds."""
     end = time.monotonic() + seconds * random.uniform(0.8, 1.2)
     while time.monotonic() < end and not stopped():
         time.sleep(min(0.1, max(0.0, end - time.monotonic())))
 
 
-def say(error: str, retry_in: float):
-    print(f"hub_error {error}; next try in {retry_in:.0f} s", flush=True)
+def tell(error: str, retry_in: float):
+    write_line(f"hub_error {error}; next try in {retry_in:.0f} s")
 
 
-def retry(work, failed=say, stopped=never, longest: float = 60.0):
-    """work(), again and again while it raises Unavailable: after 1 s, 2 s, ... up to `longest`, or
+def retry(work, failed=tell, stopped=never):
+    """work(), again and again while it raises Unavailable: after 1 s, 2 s, ... up to a minute, or
     what the repository asked for. failed(error, seconds to the next try) is told each time.
 
-    Raises Unavailable once stopped() holds; what does not pass (Refused) at once.
+    Raises Unavailable once stopped() holds, and at once whatever another try cannot mend.
     """
     pause = 1.0
     while True:
@@ -358,10 +355,10 @@ def retry(work, failed=say, stopped=never, longest: float = 60.0):
         except Unavailable as e:
             if stopped():
                 raise
-            seconds = max(pause, e.args[1] if len(e.args) > 1 else 0.0)
+            seconds = max([pause, *e.args[1:]])
             failed(e.args[0], seconds)
             wait(seconds, stopped)
-            pause = min(longest, pause * 2)
+            pause = min(60.0, pause * 2)
 
 
 class Patient:
@@ -372,26 +369,17 @@ class Patient:
     squash is tried once, too, because it can wait.
     """
 
-    def __init__(self, transport, failed=say, stopped=never):
+    def __init__(self, transport, failed=tell, stopped=never):
         self.transport, self.failed, self.stopped = transport, failed, stopped
 
-    def __getattr__(self, name):        # commit, squash, least_poll, limited, repo, root
-        return getattr(self.transport, name)
+    def __getattr__(self, name):
+        verb = getattr(self.transport, name)
+        if name not in ("head", "read", "fetch", "list"):
+            return verb
 
-    def again(self, verb, *args):
-        return retry(functools.partial(verb, *args), self.failed, self.stopped)
-
-    def head(self):
-        return self.again(self.transport.head)
-
-    def read(self, path: str, version=None):
-        return self.again(self.transport.read, path, version)
-
-    def fetch(self, path: str, version, to: Path, tag: str = ""):
-        return self.again(self.transport.fetch, path, version, to, tag)
-
-    def list(self, prefix: str, version=None):
-        return self.again(self.transport.list, prefix, version)
+        def patient(*arguments):
+            return retry(functools.partial(verb, *arguments), self.failed, self.stopped)
+        return patient
 
 # ---- transports
 # | verb                                 | answer                                               |
@@ -415,18 +403,11 @@ def sha256(path) -> str:
 
 def matches_hash(content, tag: str) -> bool:
     """Whether bytes, or a file, are what the tag says."""
-    if len(tag) == 64:
-        return tag == (hashlib.sha256(content).hexdigest() if isinstance(content, bytes)
-                       else sha256(content))
+    if len(tag) == 64 and not isinstance(content, bytes):
+        return tag == sha256(content)
     data = content if isinstance(content, bytes) else Path(content).read_bytes()
-    return tag == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def twins_of(add: dict) -> dict:
-    """{path: an earlier path that gets the same file}."""
-    first = {}
-    return {path: first[content] for path, content in add.items()
-            if not isinstance(content, bytes) and first.setdefault(content, path) != path}
+    return tag in (hashlib.sha256(data).hexdigest(),
+                   hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
 
 
 def inside(path: str) -> bool:
@@ -454,9 +435,7 @@ def link(source: Path, to: Path):
     except FileNotFoundError:
         raise
     except OSError:         # another disk, or a file system without links
-        shutil.copyfile(source, to)
-        status = source.stat()          # a change is noticed by the time
-        os.utime(to, ns=(status.st_atime_ns, status.st_mtime_ns))
+        shutil.copy2(source, to)        # with its time, by which a change is noticed
 
 
 def sync(folder: Path):
@@ -481,27 +460,23 @@ class Index:
     """One version of a FolderTransport: the content of .hub/index.json."""
     version: int = 0
     files: dict = field(default_factory=dict)       # {path: Entry}
-    deleted: tuple = ()                             # paths that were deleted to make this version
+    stale: tuple = ()       # paths that the visible files do not show as they are here
 
     @classmethod
     def parse(cls, content: bytes):
-        """Raises ValueError if this is no index, Refused if it names a path outside the hub."""
+        """Raises ValueError if this is no index."""
         try:
             made = json.loads(content)
-            index = cls(made["version"], {path: Entry(*entry) for path, entry
-                                          in made["files"].items()}, tuple(made["deleted"]))
-            sound = isinstance(index.version, int) and 0 <= index.version < 10 ** 15 and all(
-                re.fullmatch("[0-9a-f]{64}", digest) and all(isinstance(n, int) for n in numbers)
-                for digest, *numbers in index.files.values())
-            outside = [path for path in [*index.files, *index.deleted] if not inside(path)]
+            files = {path: Entry(*entry) for path, entry in made["files"].items()}
+            index = cls(made["version"], files, tuple(made["stale"]))
+            numbers = [index.version, *(n for entry in files.values() for n in entry[1:])]
+            sound = (all(type(n) is int for n in numbers) and index.version >= 0
+                     and all(re.fullmatch("[0-9a-f]{64}", e.sha256) for e in files.values())
+                     and all(isinstance(path, str) for path in index.stale))
         except (KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(str(e)) from e
-        if outside:
-            raise Refused(f"it names {outside[0][:80]!r}, which is no file of this hub. Somebody "
-                          f"has tampered with it: delete it, and the next master or worker goes on "
-                          f"with the files that are there")
         if not sound:
-            raise ValueError("no version, hash or size where one belongs")
+            raise ValueError("no version, hash, size or path where one belongs")
         return index
 
     def hashes(self) -> dict:
@@ -513,7 +488,6 @@ class FolderTransport:
 
         .hub/objects/<sha256>       each content once
         .hub/index.json             the version, and which content each path has
-        .hub/version                the version that the visible files show
         global/..., nodes/...       the visible files: hard links to objects, for people
 
     Replacing index.json is the commit. Readers go by index and objects, so a kill at any moment
@@ -562,23 +536,23 @@ class FolderTransport:
 
     # the index
 
-    def small(self, name: str) -> bytes:
-        """The content of a file in .hub, nothing if there is none."""
-        file = self.own / name
-        return file.read_bytes() if is_file(file) else b""
-
     def load(self):
         """The index; None if there is none, or if it cannot be read. Raises Refused if it names
         a path outside the hub."""
-        content, (before, index) = self.small("index.json"), self.parsed
-        if content != before or not content:
-            try:
-                index = Index.parse(content)
-            except ValueError:
-                return None
-            except Refused as e:
-                raise Refused(f"{self.own / 'index.json'}: {e}") from None
-            self.parsed = content, index        # both at once: there may be two threads
+        file, (before, index) = self.own / "index.json", self.parsed
+        content = file.read_bytes() if is_file(file) else b""
+        if content == before:
+            return index
+        try:
+            index = Index.parse(content)
+        except ValueError:
+            return None
+        for path in [*index.files, *index.stale]:
+            if not inside(path):
+                raise Refused(f"{file} names {path[:80]!r}, which is no file of this hub. Somebody "
+                              f"has tampered with it: delete it, and the next master or worker "
+                              f"goes on with the files that are there")
+        self.parsed = content, index        # both at once: there may be two threads
         return index
 
     def now(self) -> Index:
@@ -591,43 +565,50 @@ class FolderTransport:
     def settle(self) -> Index:
         """With the lock: finish what a killed process has begun, take in what people have done by
         hand. Returns the newest version."""
-        index, text = self.load(), self.small("version")
-        shown = int(text) if re.fullmatch(rb"\d{1,15}", text) else None
+        index = self.load()
         # keep: first this. Until its files are shown, a commit that was cut off looks like a change
         # by hand that takes it back
-        if index and shown != index.version:
-            self.show(index, index.files)
-            return index
+        if index and index.stale:
+            return self.show(index)
         if index is None and os.path.lexists(self.own / "index.json"):
-            print(f"notice   {self.own / 'index.json'} cannot be read: going on with the files "
-                  f"that are there", flush=True)
-        found = self.by_hand(index or Index(shown or 0))
-        if found != index:
-            for path, entry in found.files.items():
-                if not is_file(self.objects / entry.sha256):
-                    link(self.root / path, self.fresh())
-                    self.put(f".hub/objects/{entry.sha256}")
-            self.save(found)
+            write_line(f"notice   {self.own / 'index.json'} cannot be read: going on with the "
+                       f"files that are there")
+        found = self.by_hand(index or Index())
+        if found == (index or Index()):
+            return found
+        for path, entry in found.files.items():
+            if not is_file(self.objects / entry.sha256):
+                link(self.root / path, self.fresh())
+                self.put(f".hub/objects/{entry.sha256}")
+        self.save(found)
+        self.clean(found)
         return found
+
+    def save(self, index: Index):
+        """Make a version, whose objects are there, the newest one."""
+        sync(self.objects)
+        self.write(json.dumps(vars(index)).encode())
+        self.put(".hub/index.json")
+        sync(self.own)
 
     # the visible files
 
     def visible(self, files) -> dict:
         """{path: (size, mtime_ns)} of the visible files that count. `files`: the known paths."""
+        def failed(error):
+            if not isinstance(error, FileNotFoundError):    # it may go while it is looked at
+                raise error
         tops = {"global", "nodes", PAGE, *(path.split("/")[0] for path in files)}
-        found, folders = {}, [""]
-        while folders:
-            folder = folders.pop()
-            # a folder may go while it is looked at
-            with contextlib.suppress(FileNotFoundError), os.scandir(self.root / folder) as there:
-                for entry in there:
-                    path = folder + entry.name
-                    if not inside(path) or not folder and path not in tops:
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(path + "/")
-                    elif entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
+        found = {}
+        for folder, folders, names in os.walk(self.root, onerror=failed):
+            if folder == str(self.root):
+                folders[:], names = tops.intersection(folders), tops.intersection(names)
+            for name in names:
+                file = Path(folder, name)
+                path = file.relative_to(self.root).as_posix()
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.lstat(file)
+                    if stat.S_ISREG(status.st_mode) and inside(path):
                         found[path] = status.st_size, status.st_mtime_ns
         return found
 
@@ -639,20 +620,25 @@ class FolderTransport:
             if path not in files or seen != files[path][1:]:
                 with contextlib.suppress(OSError):      # gone again, or not ours to read
                     files[path] = Entry(sha256(self.root / path), *seen)
-        found = Index(index.version, files, index.deleted)
-        # touched or copied, but not changed: the same version
-        return found if found.hashes() == index.hashes() else Index(index.version + 1, files)
+        found = Index(index.version, files)
+        if found.hashes() == index.hashes():
+            return found            # touched or copied, but not changed: the same version
+        # without an index, versions go on beyond those that one may have had
+        newest = max((entry.mtime_ns for entry in files.values()), default=0) // 10 ** 9
+        return Index(index.version + 1 if index.version else newest, files)
 
-    def show(self, index: Index, paths):
-        """Bring these visible files up to date, and remove those that the commit has deleted."""
-        there = self.visible([*index.files, *index.deleted])
-        for path in there.keys() & set(index.deleted):
+    def show(self, index: Index) -> Index:
+        """Bring the visible files up to date. Returns the index that says so."""
+        stale, there = set(index.stale), self.visible([*index.files, *index.stale])
+        for path in (stale & there.keys()) - index.files.keys():
             (self.root / path).unlink(missing_ok=True)
-        for path in paths:
+        for path in stale & index.files.keys():
             link(self.objects / index.files[path].sha256, self.fresh())
             self.put(path)
-        self.write(str(index.version).encode())
-        self.put(".hub/version")
+        index = dataclasses.replace(index, stale=())
+        self.save(index)
+        self.clean(index)
+        return index
 
     # writing: a file is made whole as .hub/new, and then moved to its place
 
@@ -666,7 +652,7 @@ class FolderTransport:
             if os.path.lexists(place) and not right:
                 aside = self.own / f"aside_{time.time_ns()}"
                 os.rename(place, aside)
-                print(f"notice   {place} was in the way of a file; it is now {aside}", flush=True)
+                write_line(f"notice   {place} was in the way of a file; it is now {aside}")
 
     def fresh(self) -> Path:
         self.make_way(".hub/new")
@@ -678,45 +664,32 @@ class FolderTransport:
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.new, self.root / path)
 
-    def write(self, content) -> str:
-        """Make a file of bytes, or a copy of a file, that is on the disk. Returns its sha256."""
+    def write(self, content):
+        """Make a file of bytes, or a copy of a file, that is on the disk."""
         source = io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")
-        digest = hashlib.sha256()
         with source, open(self.fresh(), "xb") as f:     # x: never through a link
-            while piece := source.read(1 << 20):
-                digest.update(piece)
-                f.write(piece)
+            shutil.copyfileobj(source, f, 1 << 20)
             f.flush()
             os.fsync(f.fileno())
-        return digest.hexdigest()
 
     def store(self, content) -> Entry:
         """Keep bytes, or a copy of a file, as an object."""
-        digest = self.write(content)
+        self.write(content)
+        digest = sha256(self.new)
         kept = self.objects / digest
         if not (is_file(kept) and matches_hash(kept, digest)):
             self.put(f".hub/objects/{digest}")
         status = kept.stat()
         return Entry(digest, status.st_size, status.st_mtime_ns)
 
-    def save(self, index: Index, changed=()):
-        """The commit of a version whose objects are there. `changed`: what is not visible yet."""
-        sync(self.objects)
-        self.write(json.dumps(vars(index)).encode())
-        self.put(".hub/index.json")     # from here on it is made
-        sync(self.own)
-        self.show(index, changed)
-        self.clean(index)
-
     def clean(self, index: Index):
         """Remove the objects that this version does not need, and what the first edition or a kill
         has left."""
-        needed = set(index.hashes().values())
-        leftovers = [file for file in self.objects.iterdir() if file.name not in needed]
-        for file in [*leftovers, self.new, self.own / "redo.json", *self.own.glob("staged_*"),
-                     *self.own.glob("*.tmp")]:
-            with contextlib.suppress(OSError):      # what cannot be removed harms nobody
-                file.unlink()
+        needed = {"index.json", "lock", *index.hashes().values()}
+        for file in [*self.own.iterdir(), *self.objects.iterdir()]:
+            if file.name not in needed and not file.name.startswith("aside_"):
+                with contextlib.suppress(OSError):      # a folder; what cannot be removed
+                    file.unlink()
 
     # the verbs
 
@@ -783,23 +756,26 @@ class FolderTransport:
             if expect is not None and str(index.version) != expect:
                 raise Conflict(f"{self.root} is at {index.version}, not {expect}")
             try:
-                new = self.staged(index, add, delete)
+                index = self.next_index(index, add, delete)
             except OSError:             # of a full disk: nothing half-made takes up more
                 self.clean(index)
                 raise
-            self.save(new, add)
-            return str(new.version)
+            self.save(index)            # from here on it is made
+            self.show(index)
+            return str(index.version)
 
-    def staged(self, index: Index, add: dict, delete) -> Index:
-        """The next version, its objects in place."""
-        twins, made = twins_of(add), {}
-        for path, content in add.items():
-            made[path] = made[twins[path]] if path in twins else self.store(content)
+    def next_index(self, index: Index, add: dict, delete) -> Index:
+        """The version that follows, its objects in place."""
+        stored = {}                     # one file under two names is copied once
+        for content in add.values():
+            if content not in stored:
+                stored[content] = self.store(content)
         # a file takes the place of a folder of the same name, and the other way round
         gone = {path for path in index.files if path in delete or any(
             path.startswith(new + "/") or new.startswith(path + "/") for new in add)}
-        files = {path: entry for path, entry in index.files.items() if path not in gone} | made
-        return Index(index.version + 1, files, tuple(sorted((gone | set(delete)) - set(add))))
+        files = {path: entry for path, entry in index.files.items() if path not in gone}
+        files |= {path: stored[content] for path, content in add.items()}
+        return Index(index.version + 1, files, tuple(gone.union(delete, add)))
 
     def squash(self):
         """A folder keeps no history."""
@@ -818,7 +794,7 @@ class HubTransport:
 
     def __init__(self, repo: str, create=False, private=True):
         import huggingface_hub as hub
-        self.hub, self.repo, self.api = hub, repo, hub.HfApi()
+        self.hub, self.name, self.api = hub, repo, hub.HfApi()
         self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
         hub.set_client_factory(self.client)
@@ -830,6 +806,16 @@ class HubTransport:
     def create(self, private: bool):
         with self.errors():
             self.api.create_repo(self.repo, private=private, exist_ok=True)
+
+    # a repository may get another name
+
+    @property
+    def repo(self) -> str:
+        """The newest name of the repository, user/name."""
+        name = self.name
+        while name in self.moved:
+            name = self.moved[name]
+        return name
 
     @staticmethod
     def client():
@@ -849,86 +835,76 @@ class HubTransport:
         old, new = place.fullmatch(asked.path), place.fullmatch(sent.path)
         if (response.is_redirect and old and new and sent.netloc in ("", asked.netloc)
                 and (old[1], old[3]) == (new[1], new[3]) and old[2] != new[2]):
+            HubTransport.moved.pop(new[2], None)        # it may have had this name before
             HubTransport.moved[old[2]] = new[2]
+            write_line(f"notice   {old[2]} has moved: going on with {new[2]}; start with "
+                       f"--hub={new[2]} next time")
 
-    def follow(self) -> bool:
-        """Go on under the new name, if the repository has one. Whether it has."""
-        old = self.repo
-        while new := self.moved.pop(self.repo, None):
-            self.repo = new
-        if old == self.repo:
-            return False
-        print(f"notice   {old} has moved: going on with {self.repo}; start with --hub={self.repo} "
-              f"next time", flush=True)
-        return True
+    # what the client's exceptions mean
 
     @contextlib.contextmanager
     def errors(self):
         """What can pass is Unavailable, what cannot is Refused, a moved head is a Conflict, a file
         or a version that is not there is a FileNotFoundError."""
+        before = self.repo
         try:
             yield
         # RuntimeError: an upload that failed; KeyError, TypeError: a proxy's own page;
         # ValueError: a bad name of a repo, a page with bad metadata, an LFS server's no
         except (self.net_error, OSError, RuntimeError, KeyError, TypeError, ValueError) as e:
-            if self.follow():       # a POST is not sent on as it is
-                raise Moved(f"{self.repo}: moved to this name just now") from e
+            if self.repo != before:         # a POST is not sent on as it is
+                raise Unavailable(f"{self.repo}: moved to this name just now") from e
             while not isinstance(e, self.hub.errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
             raise self.meaning(e) from e
-        self.follow()
 
     def meaning(self, e) -> Exception:
         """The exception of ours for one of the client's."""
         errors, response = self.hub.errors, getattr(e, "response", None)
         words = " ".join((getattr(e, "server_message", None) or str(e)).split())
         words = re.split(r" for url| \(Request ID| For more", words)[0]
-        said = words[:160].rstrip(".")
+        status, told = 0, f"{type(e).__name__} {words[:160]}"
+        if response is not None:
+            status, told = response.status_code, f"{response.status_code} {words[:160]}"
+        elif number := re.search(r"\b(401|403)\b", words):      # hf_xet tells a status in words
+            status = int(number[0])
+        told = f"{self.repo}: {told}".rstrip(".")
         if isinstance(e, errors.OfflineModeIsEnabled):
             return Refused(f"{self.repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset "
                            f"it, or use a folder (--hub=./runs/hub)")
         if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
-            return FileNotFoundError(f"{self.repo}: {said}")
-        if response is not None:
-            status = response.status_code
-            said = f"{self.repo}: {status} {said}"
-        else:       # hf_xet tells a status in words only
-            number = re.search(r"\b(401|403)\b", words)
-            status = int(number[0]) if number else 0
-            said = f"{self.repo}: {type(e).__name__} {said}"
+            return FileNotFoundError(told)
         # a quota speaks through the Hub's own 403, and through the LFS server's list of errors
         if (re.search(r"\b(storage|quota|limits?)\b", words, re.IGNORECASE)
                 and (status in (402, 403, 413) or isinstance(e, ValueError))):
-            return StorageFull(said, 60.0)
-        if status:
-            return self.meaning_of_status(e, status, said)
-        if isinstance(e, (KeyError, TypeError, json.JSONDecodeError)):
-            return Unavailable(f"{self.repo}: no answer of a Hub, {type(e).__name__} {words[:160]}")
-        if isinstance(e, ValueError):
-            return Refused(f"{self.repo}: {words[:160]}")
-        return Unavailable(said)
-
-    def meaning_of_status(self, e, status: int, said: str) -> Exception:
-        errors = self.hub.errors
+            return StorageFull(told, 60.0)
         if status == 412:
-            return Conflict(said)
+            return Conflict(told)
         if status == 403 and self.committed and self.denied < DENIALS:
             # keep: it took commits before, and too many pushes at once may get a 403, too
             self.denied += 1
-            return Unavailable(said, 10.0 * self.denied)
+            return Unavailable(told, 10.0 * self.denied)
+        gone = isinstance(e, errors.RepositoryNotFoundError)
+        if gone and not isinstance(e, errors.GatedRepoError):
+            return NoRepository(f"{told}; is HF_TOKEN set, and may it write?")
         if status in (401, 402, 403, 404, 413, 422):
-            gone = (isinstance(e, errors.RepositoryNotFoundError)
-                    and not isinstance(e, errors.GatedRepoError))
-            kind = NoRepository if gone else Refused
-            return kind(f"{said}; is HF_TOKEN set, and may it write?")
-        if status == 400:
-            return Refused(said)
-        headers = e.response.headers
+            return Refused(f"{told}; is HF_TOKEN set, and may it write?")
+        bad_value = isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError)
+        if status == 400 or not status and bad_value:
+            return Refused(told)
+        return Unavailable(told, self.asked_for(status, response))
+
+    @staticmethod
+    def asked_for(status: int, response) -> float:
+        """The seconds to wait that an answer asks for."""
+        headers = {} if response is None else response.headers
         asked = (re.fullmatch(r"(\d+)", headers.get("Retry-After", ""))
                  or re.search(r"r=0;t=(\d+)", headers.get("RateLimit", "")))
         if asked:
-            return Unavailable(said, float(asked[1]))
-        return Unavailable(said, 60.0 if status == 429 else 0.0)
+            return float(asked[1])
+        return 60.0 if status == 429 else 0.0
+
+    # the verbs
 
     def head(self):
         """One HEAD: on main, the answer for any path names the newest commit."""
@@ -936,7 +912,7 @@ class HubTransport:
             with self.errors():
                 answer = self.hub.get_hf_file_metadata(self.hub.hf_hub_url(self.repo, STEP))
             if not (answer.commit_hash and answer.etag):
-                raise Unavailable(f"{self.repo}: no answer of a Hub")
+                raise Unavailable(f"{self.repo}: the answer is not a Hub's")
             return answer.commit_hash, answer.etag
         except FileNotFoundError:
             with self.errors():
@@ -958,7 +934,7 @@ class HubTransport:
         # a large file comes from elsewhere, and the first answer has what the Hub says of it
         first = next((a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers), None)
         if first is None:
-            raise Unavailable(f"{self.repo}: no answer of a Hub")
+            raise Unavailable(f"{self.repo}: the answer is not a Hub's")
         tag = first.headers.get("X-Linked-ETag") or first.headers.get("ETag", "")
         if not matches_hash(answer.content, tag.removeprefix("W/").strip('"')):
             raise Unavailable(f"{self.repo}: {path} arrived damaged")
@@ -985,27 +961,32 @@ class HubTransport:
                 for f in tree if hasattr(f, "size")]
 
     def commit(self, add: dict, delete=(), expect=None, message="update") -> str:
+        name = self.repo
         try:
             version = self.commit_once(add, delete, expect, message)
-        except Moved:           # nothing was made under the old name
+        except Unavailable:
+            if self.repo == name:
+                raise
+            # nothing was made under the old name
             version = self.commit_once(add, delete, expect, message)
         self.committed, self.denied = True, 0
         return version
 
     def commit_once(self, add: dict, delete, expect, message: str) -> str:
-        operations = [self.hub.CommitOperationAdd(
-                          path, content if isinstance(content, bytes) else str(content))
-                      # keep: made anew for each try, or a lost answer doubles it
-                      for path, content in add.items()]
-        twins = twins_of(add)
-        first = [operation for operation in operations if operation.path_in_repo not in twins]
-        operations += [self.hub.CommitOperationDelete(path, is_folder=False) for path in delete]
+        # keep: made anew for each try, or a lost answer doubles it
+        operations = {path: self.hub.CommitOperationAdd(
+            path, content if isinstance(content, bytes) else str(content))
+            for path, content in add.items()}
+        files = {content: path for path, content in add.items() if not isinstance(content, bytes)}
+        deletions = [self.hub.CommitOperationDelete(path, is_folder=False) for path in delete]
         try:
             with self.errors():
-                if twins:       # once they are there, their twins need no upload
-                    self.api.preupload_lfs_files(self.repo, first)
-                return self.api.create_commit(self.repo, operations, commit_message=message,
-                                              parent_commit=expect).oid
+                if MODEL in add and WEIGHTS in add:
+                    # one file under two names: once it is there, its twin needs no upload
+                    self.api.preupload_lfs_files(self.repo, [operations[path]
+                                                             for path in files.values()])
+                return self.api.create_commit(self.repo, [*operations.values(), *deletions],
+                                              commit_message=message, parent_commit=expect).oid
         except (Conflict, FileNotFoundError) as e:
             # the Hub may say 412 to overlapping commits that asked for no head, too
             if expect is None:
@@ -1020,8 +1001,8 @@ class HubTransport:
 
 def poll_interval(settings: dict, transport, *loops: float) -> float:
     """Seconds between two looks: a tenth of the shortest inner loop, if not set."""
-    return settings["poll_interval"] or min(30.0, max(transport.least_poll, min(loops, default=0.0)
-                                                      / 10))
+    tenth = min(loops, default=0.0) / 10
+    return settings["poll_interval"] or min(30.0, max(transport.least_poll, tenth))
 
 
 def open_hub(name: str, create=False, private=True):
@@ -1038,61 +1019,90 @@ def open_hub(name: str, create=False, private=True):
 # ---- what is published
 
 
+def check_value(name: str, value, kind):
+    """Raises ValueError for a value that is not of this type, or a number out of all bounds."""
+    kinds = {float: (int, float), float | None: (int, float, type(None))}.get(kind, kind)
+    right = isinstance(value, kinds) and isinstance(value, bool) == (kind is bool)
+    if isinstance(value, (int, float)):
+        right = right and abs(value) < 10 ** 15 and not (kind is int and value < 0)
+    if not right:
+        raise ValueError(f"{name} is {str(value)[:40]}")
+
+
+def read_record(kind, values: dict):
+    """The record of these values. What it does not know is left out, what is missing has its
+    default. Raises ValueError for a value of the wrong type, or one that has no default."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(values)[:40]} is no {kind.__name__}")
+    known = {}
+    for item in dataclasses.fields(kind):
+        if item.name in values:
+            check_value(item.name, values[item.name], item.type)
+            known[item.name] = values[item.name]
+    try:
+        return kind(**known)
+    except TypeError as e:      # it names what is missing
+        raise ValueError(str(e)) from None
+
+
+def read_header(kind, header: dict, **others):
+    """The record in the header of a file, where all values are strings. `others`: the fields that
+    are not read there. Raises ValueError."""
+    values = {}
+    try:
+        for item in dataclasses.fields(kind):
+            text = header.get(item.name)
+            if item.type is bool:
+                values[item.name] = text == "True"
+            elif item.type in (str, int, float) and text is not None:
+                values[item.name] = item.type(text)
+                if len(text) > 99:
+                    raise ValueError(f"{item.name} is {text[:40]}")
+        return read_record(kind, {**values, **others})
+    except ValueError as e:
+        raise ValueError(f"the header lacks something: {e}") from None
+
+
 @dataclass
 class Delta:
     """A pseudo-gradient on its way. The worker writes it; every field but the last four is in the
     header of its file."""
     run_id: str                 # of the swarm
     node_id: str
-    lineage: str                # the first process of this run folder
     incarnation: str            # the process that sends it; a later one compares greater
     local_step: int             # the step after which it was taken; names the file
-    first_step: int             # the step at which the lineage joined
     base_outer_step: int        # the global model it started from
     steps: int                  # optimizer steps since the delta before
     tokens: int                 # trained in these steps, and in those sent again
-    again: int                  # steps in it that were reported lost before
     loss: float                 # mean training loss of these steps
-    seconds: float              # since the delta before
-    final: bool                 # the node has ended its run
     codec: str
+    lineage: str = ""           # the first process of this run folder
+    first_step: int = 0         # the step at which the lineage joined
+    again: int = 0              # steps in it that were reported lost before
+    seconds: float = 0.0        # since the delta before
+    final: bool = False         # the node has ended its run
     shapes: dict = None         # of the tensors
     stored: dict = None         # the coded tensors, mapped from the file once that is written
     bytes: int = 0              # of the file
     scale: float = 1.0          # set by the master, below 1 for an outsized delta
 
+    def __post_init__(self):
+        self.lineage = self.lineage or self.incarnation
+
     def header(self) -> dict:
-        return {item.name: str(getattr(self, item.name)) for item in HEADER}
+        names = [item.name for item in dataclasses.fields(self)][:-4]
+        return {name: str(getattr(self, name)) for name in names}
 
     @classmethod
     def open(cls, file: Path, shapes: dict):
         """The delta in a file. Raises ValueError with the reason if there is none."""
         header, stored = open_coded(file, shapes)
-        header.setdefault("lineage", header.get("incarnation"))
-        optional = {"first_step": "0", "again": "0", "seconds": "0", "final": "False"}
-        header, values = {**optional, **header}, {}
-        for item in HEADER:
-            try:
-                text = header[item.name]
-                values[item.name] = text == "True" if item.type is bool else item.type(text)
-                if item.type is str and len(text) > 99:
-                    raise ValueError
-                if item.type in (int, float) and not abs(values[item.name]) < 10 ** 15:
-                    raise ValueError
-                if item.type is int and values[item.name] < 0:
-                    raise ValueError
-            except (KeyError, ValueError, TypeError):
-                raise ValueError(f"the header lacks something: {item.name} is "
-                                 f"{str(header.get(item.name))[:40]}") from None
-        return cls(**values, shapes=shapes, stored=stored, bytes=os.path.getsize(file))
+        return read_header(cls, header, shapes=shapes, stored=stored, scale=1.0,
+                           bytes=os.path.getsize(file))
 
     def piece(self, name: str, rows):
         """A decoded piece of it."""
         return decode_piece(self.stored, name, rows, self.codec, self.shapes[name])
-
-
-HEADER = [item for item in dataclasses.fields(Delta)
-          if item.name not in ("shapes", "stored", "bytes", "scale")]
 
 
 @dataclass
@@ -1145,58 +1155,11 @@ class SwarmState:
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
 
-def read_record(kind, values: dict):
-    """The record of these values. Raises ValueError for a value of the wrong type."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(values)[:40]} is no {kind.__name__}")
-    known = {}
-    for item in dataclasses.fields(kind):
-        if item.name not in values:
-            continue            # older masters wrote fewer
-        value = known[item.name] = values[item.name]
-        wanted = (int, float) if item.type is float else item.type
-        wanted = (int, float, type(None)) if item.name == "loss" else wanted
-        number = isinstance(value, (int, float))
-        if (not isinstance(value, wanted) or number and not abs(value) < 10 ** 15
-                or isinstance(value, bool) != (item.type is bool)
-                or item.type is int and value < 0):
-            raise ValueError(f"{item.name} is {str(value)[:40]}")
-    return kind(**known)
-
-
-def parse_state(content: bytes) -> SwarmState:
-    """The published state. Raises Refused where there is none."""
-    try:
-        state = read_record(SwarmState, json.loads(content))
-        state.nodes = {node: read_record(NodeState, entry) for node, entry in state.nodes.items()}
-        for entry in state.nodes.values():
-            for gap in entry.gaps:
-                after, up_to = gap
-                after + up_to
-            for refusal in entry.refused:
-                read_record(Refusal, refusal)
-        for path in [WEIGHTS, MOMENTUM, *state.files]:
-            read_record(Published, state.files[path])
-        for updates in range(state.keyframe + 1, state.outer_step + 1):
-            state.files[UPDATE.format(updates)]
-        for point in [*state.curve, *state.val]:
-            point[0] + point[1] + point[2]
-        if not (0 <= state.momentum < 1 and state.outer_lr > 0 and 0 < state.part <= 1):
-            raise ValueError(f"momentum is {state.momentum}, outer_lr {state.outer_lr}")
-        return state
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
-        raise Refused(f"{STEP} is not what a master of this program writes "
-                      f"({type(e).__name__} {str(e)[:60]}): {RECOVER}") from None
-
-
-RECOVER = ("put back a version of it from the repository's history; or empty global/, if what was "
-           "trained may go")
-
-
 @dataclass
 class Published:
+    """A file of the global model."""
     sha256: str
-    size: int
+    size: int                   # bytes
 
 
 @dataclass
@@ -1205,6 +1168,34 @@ class Refusal:
     local_step: int             # of the refused delta
     reason: str
     restart: bool = False       # the node starts again from the global model
+
+
+RECOVER = ("put back a version of it from the repository's history; or empty global/, if what was "
+           "trained may go")
+
+
+def parse_state(content: bytes) -> SwarmState:
+    """The published state. Raises Refused where there is none."""
+    try:
+        state = read_record(SwarmState, json.loads(content))
+        state.nodes = {node: read_record(NodeState, entry) for node, entry in state.nodes.items()}
+        for entry in state.nodes.values():
+            for refusal in entry.refused:
+                read_record(Refusal, refusal)
+            for after, up_to in entry.gaps:
+                after + up_to
+        for path in [WEIGHTS, MOMENTUM, *state.files]:
+            read_record(Published, state.files[path])
+        for path in updates_after(state.keyframe, state):
+            state.files[path]
+        for outer_step, step, loss, *_ in [*state.curve, *state.val]:
+            outer_step + step + loss
+        if not (0 <= state.momentum < 1 and state.outer_lr > 0 and 0 < state.part <= 1):
+            raise ValueError(f"momentum is {state.momentum}, outer_lr {state.outer_lr}")
+        return state
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise Refused(f"{STEP} is not what a master of this program writes "
+                      f"({type(e).__name__} {str(e)[:60]}): {RECOVER}") from None
 
 
 @dataclass
@@ -1224,16 +1215,14 @@ class Update:
     def open(cls, file: Path, shapes: dict, buffers: list):
         """Raises ValueError if the file is no update, or holds numbers that are not finite."""
         header, stored = open_coded(file, shapes)
-        try:
-            f, mu, decay, outer_lr = (float(header[k]) for k in ("f", "mu", "decay", "outer_lr"))
-        except (KeyError, ValueError):
-            raise ValueError(f"the header lacks something: {sorted(header)[:9]}") from None
-        if not (0 < f <= 1 and 0 <= mu < 1 and 0 <= decay <= 1 and 0 < outer_lr < math.inf):
-            raise ValueError(f"f={f}, mu={mu}, outer_lr={outer_lr} are not those of an outer step")
-        if not norm_of(stored, shapes, header["codec"]) < math.inf:
+        update = read_header(cls, header, buffers=buffers, shapes=shapes, stored=stored)
+        if not (0 < update.f <= 1 and 0 <= update.mu < 1 and 0 <= update.decay <= 1
+                and update.outer_lr > 0):
+            raise ValueError(f"f={update.f}, mu={update.mu}, outer_lr={update.outer_lr} are not "
+                             f"those of an outer step")
+        if not norm_of(stored, shapes, update.codec) < math.inf:
             raise ValueError("it holds numbers that are not finite")
-        return cls(f, mu, decay, outer_lr, header.get("keyframe") == "True", header["codec"],
-                   buffers, shapes, stored)
+        return update
 
     def piece(self, name: str, rows):
         """A decoded piece of u."""
@@ -1315,6 +1304,25 @@ def read_state(transport, patiently=retry, stopped=never) -> tuple:
     raise Unavailable("stopped before there was a global model")
 
 
+def updates_after(outer_step: int, state: SwarmState):
+    """The names of the updates that lead from there to `state`; as few as are asked for."""
+    return map(UPDATE.format, range(outer_step + 1, state.outer_step + 1))
+
+
+def way_to(state: SwarmState, since: SwarmState | None) -> list:
+    """The files that lead to `state`: from the global model of `since`, if that is less to fetch
+    than the keyframe and the updates after it."""
+    def size(paths):
+        return sum(state.files[path]["size"] for path in paths)
+    whole = [WEIGHTS, MOMENTUM, *updates_after(state.keyframe, state)]
+    if since is None or since.run_id != state.run_id:
+        return whole
+    if not all(path in state.files for path in updates_after(since.outer_step, state)):
+        return whole
+    updates = list(updates_after(since.outer_step, state))
+    return updates if size(updates) <= size(whole) else whole
+
+
 def fetch_global(transport, at: str, state: SwarmState, folder: Path, shapes=None,
                  since: SwarmState | None = None) -> Arrival:
     """The files that lead to `state`, from the global model of `since` if updates do and are
@@ -1322,35 +1330,23 @@ def fetch_global(transport, at: str, state: SwarmState, folder: Path, shapes=Non
 
     Raises Unavailable if they are gone or do not arrive whole, Refused if they are not this model.
     """
-    what = STEP
-
-    def fetch(path):
-        nonlocal what
-        what = path
+    arrival = Arrival(at, state)
+    for path in way_to(state, since):
         file = folder / path.replace("/", "_")
-        transport.fetch(path, at, file, state.files[path]["sha256"])
-        return file
-
-    def plain(path):
-        def expected(_):
-            there = load_shapes(folder / path.replace("/", "_"))
-            return there if shapes is None else {k: (there.get(k, (torch.float32,))[0], shape)
-                                                 for k, shape in shapes.items()}
-        return open_file(fetch(path), expected)[1]
-    try:
-        updates = updates_since(state, since)
-        arrival = Arrival(at, state)
-        if updates is None:
-            updates = range(state.keyframe + 1, state.outer_step + 1)
-            arrival.keyframe, arrival.momentum = plain(WEIGHTS), plain(MOMENTUM)
-            shapes = shapes or shapes_of(arrival.keyframe)
-        for n in updates:
-            arrival.updates.append(Update.open(fetch(UPDATE.format(n)), shapes, state.buffers))
-        return arrival
-    except FileNotFoundError as e:
-        raise Unavailable(f"the version that was read is gone: {e}") from e
-    except ValueError as e:
-        raise Refused(f"{what} of this hub is not of this model, or damaged: {e}") from e
+        try:
+            transport.fetch(path, at, file, state.files[path]["sha256"])
+            if path == WEIGHTS:
+                arrival.keyframe = open_plain(file, shapes)
+                shapes = shapes_of(arrival.keyframe)
+            elif path == MOMENTUM:
+                arrival.momentum = open_plain(file, shapes)
+            else:
+                arrival.updates.append(Update.open(file, shapes, state.buffers))
+        except FileNotFoundError as e:
+            raise Unavailable(f"the version that was read is gone: {e}") from e
+        except ValueError as e:
+            raise Refused(f"{path} of this hub is not of this model, or damaged: {e}") from e
+    return arrival
 
 
 def load_global(transport) -> tuple:
@@ -1360,42 +1356,14 @@ def load_global(transport) -> tuple:
         version, content = transport.read(STEP)
         if content is None:
             raise Refused("there is no global model on this hub yet")
-        state = parse_state(content)
-        return fetch_global(transport, version, state, work)
+        return fetch_global(transport, version, parse_state(content), Path(folder))
     with workspace() as folder:
-        work = Path(folder)
         arrival = retry(read)
         weights = {k: v.clone() for k, v in arrival.keyframe.items()}
         for update in arrival.updates:
             for name, rows in pieces(update.shapes):
                 weights[name][rows] -= update.piece(name, rows)
     return arrival.state, weights
-
-
-def load_shapes(file: Path) -> dict:
-    """{name: (dtype, shape)} of a file whose floating tensors are fp32 or bf16."""
-    dtypes = {"F32": torch.float32, "BF16": torch.bfloat16}
-    with safe_open(file, "pt") as f:
-        slices = {k: f.get_slice(k) for k in f.keys()}
-        return {k: (dtypes.get(v.get_dtype(), torch.float32), tuple(v.get_shape()))
-                for k, v in slices.items()}
-
-
-def updates_since(state: SwarmState, since: SwarmState | None):
-    """The updates that lead from `since` to `state`; None if the keyframe is the shorter way."""
-    if since is None or since.run_id != state.run_id:
-        return None
-    updates = range(since.outer_step + 1, state.outer_step + 1)
-    paths = [UPDATE.format(n) for n in updates]
-    if not all(path in state.files for path in paths):
-        return None
-    whole = [WEIGHTS, MOMENTUM, *(UPDATE.format(n)
-                                  for n in range(state.keyframe + 1, state.outer_step + 1))]
-
-    def size(paths):
-        return sum(state.files[path]["size"] for path in paths)
-    return updates if size(paths) <= size(whole) else None
-
 
 
 def workspace() -> tempfile.TemporaryDirectory:
