@@ -53,7 +53,7 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -381,6 +381,52 @@ class Patient:
             return retry(functools.partial(verb, *arguments), self.failed, self.stopped)
         return patient
 
+# ---- records: what is read from a file of somebody else
+
+
+def check_value(name: str, value, kind):
+    """Raises ValueError for a value that is not of this type, or a number out of all bounds."""
+    kinds = {float: (int, float), float | None: (int, float, type(None))}.get(kind, kind)
+    right = isinstance(value, kinds) and isinstance(value, bool) == (kind is bool)
+    if isinstance(value, (int, float)):
+        right = right and abs(value) < 10 ** 15 and not (kind is int and value < 0)
+    if not right:
+        raise ValueError(f"{name} is {str(value)[:40]}")
+
+
+def read_record(kind, values: dict):
+    """The record of these values. What it does not know is left out, what is missing has its
+    default. Raises ValueError for a value of the wrong type, or one that has no default."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(values)[:40]} is no {kind.__name__}")
+    known = {}
+    for item in dataclasses.fields(kind):
+        if item.name in values:
+            check_value(item.name, values[item.name], item.type)
+            known[item.name] = values[item.name]
+    try:
+        return kind(**known)
+    except TypeError as e:      # it names what is missing
+        raise ValueError(str(e)) from None
+
+
+def read_header(kind, header: dict, **others):
+    """The record in the header of a file, where all values are strings. `others`: the fields that
+    are not read there. Raises ValueError."""
+    values = {}
+    try:
+        for item in dataclasses.fields(kind):
+            text = header.get(item.name)
+            if item.type is bool:
+                values[item.name] = text == "True"
+            elif item.type in (str, int, float) and text is not None:
+                values[item.name] = item.type(text)
+                if len(text) > 99:
+                    raise ValueError(f"{item.name} is {text[:40]}")
+        return read_record(kind, {**values, **others})
+    except ValueError as e:
+        raise ValueError(f"the header lacks something: {e}") from None
+
 # ---- transports
 # | verb                                 | answer                                               |
 # |--------------------------------------|------------------------------------------------------|
@@ -448,35 +494,37 @@ def sync(folder: Path):
             os.close(opened)
 
 
-class Entry(NamedTuple):
+@dataclass
+class Entry:
     """A file of a FolderTransport."""
     sha256: str
     size: int           # bytes
-    mtime_ns: int       # of the visible file; another one means that somebody has changed it
+    mtime: float        # of the visible file; another one means that somebody has changed it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Index:
     """One version of a FolderTransport: the content of .hub/index.json."""
     version: int = 0
     files: dict = field(default_factory=dict)       # {path: Entry}
-    stale: tuple = ()       # paths that the visible files do not show as they are here
+    stale: list = field(default_factory=list)       # paths that the visible files do not show yet
 
     @classmethod
     def parse(cls, content: bytes):
-        """Raises ValueError if this is no index."""
+        """Raises ValueError if this is no index, Refused if it names a path outside the hub."""
         try:
-            made = json.loads(content)
-            files = {path: Entry(*entry) for path, entry in made["files"].items()}
-            index = cls(made["version"], files, tuple(made["stale"]))
-            numbers = [index.version, *(n for entry in files.values() for n in entry[1:])]
-            sound = (all(type(n) is int for n in numbers) and index.version >= 0
-                     and all(re.fullmatch("[0-9a-f]{64}", e.sha256) for e in files.values())
-                     and all(isinstance(path, str) for path in index.stale))
-        except (KeyError, TypeError, AttributeError, RecursionError) as e:
+            index = read_record(cls, json.loads(content))
+            index.files = {path: read_record(Entry, e) for path, e in index.files.items()}
+            outside = [path for path in [*index.files, *index.stale] if not inside(path)]
+        except (AttributeError, RecursionError) as e:
             raise ValueError(str(e)) from e
-        if not sound:
-            raise ValueError("no version, hash, size or path where one belongs")
+        if outside:
+            raise Refused(f"index.json names {outside[0][:80]!r}, which is no file of this hub. "
+                          f"Somebody has tampered with it: delete it, and the next master or "
+                          f"worker goes on with the files that are there")
+        for digest in index.hashes().values():
+            if not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError(f"{digest[:80]} is no hash")
         return index
 
     def hashes(self) -> dict:
@@ -541,26 +589,23 @@ class FolderTransport:
         a path outside the hub."""
         file, (before, index) = self.own / "index.json", self.parsed
         content = file.read_bytes() if is_file(file) else b""
-        if content == before:
-            return index
-        try:
-            index = Index.parse(content)
-        except ValueError:
-            return None
-        for path in [*index.files, *index.stale]:
-            if not inside(path):
-                raise Refused(f"{file} names {path[:80]!r}, which is no file of this hub. Somebody "
-                              f"has tampered with it: delete it, and the next master or worker "
-                              f"goes on with the files that are there")
-        self.parsed = content, index        # both at once: there may be two threads
+        if content != before:
+            try:
+                index = Index.parse(content)
+            except ValueError:
+                return None
+            self.parsed = content, index        # both at once: there may be two threads
         return index
 
     def now(self) -> Index:
-        """The newest version, with what people have done by hand if we may write that down."""
-        if os.access(self.own, os.W_OK):
+        """The newest version, with what people have done by hand. That is written down if we may
+        write; only then is the lock needed."""
+        index = self.load()
+        found = self.by_hand(index or Index())
+        if (found != index or found.stale) and os.access(self.own, os.W_OK):
             with self.locked():
                 return self.settle()
-        return self.load() or self.by_hand(Index())
+        return index or found
 
     def settle(self) -> Index:
         """With the lock: finish what a killed process has begun, take in what people have done by
@@ -574,7 +619,7 @@ class FolderTransport:
             write_line(f"notice   {self.own / 'index.json'} cannot be read: going on with the "
                        f"files that are there")
         found = self.by_hand(index or Index())
-        if found == (index or Index()):
+        if found == index or not (index or found.files):
             return found
         for path, entry in found.files.items():
             if not is_file(self.objects / entry.sha256):
@@ -587,14 +632,14 @@ class FolderTransport:
     def save(self, index: Index):
         """Make a version, whose objects are there, the newest one."""
         sync(self.objects)
-        self.write(json.dumps(vars(index)).encode())
+        self.write(json.dumps(dataclasses.asdict(index)).encode())
         self.put(".hub/index.json")
         sync(self.own)
 
     # the visible files
 
     def visible(self, files) -> dict:
-        """{path: (size, mtime_ns)} of the visible files that count. `files`: the known paths."""
+        """{path: (size, mtime)} of the visible files that count. `files`: the known paths."""
         def failed(error):
             if not isinstance(error, FileNotFoundError):    # it may go while it is looked at
                 raise error
@@ -609,23 +654,25 @@ class FolderTransport:
                 with contextlib.suppress(FileNotFoundError):
                     status = os.lstat(file)
                     if stat.S_ISREG(status.st_mode) and inside(path):
-                        found[path] = status.st_size, status.st_mtime_ns
+                        found[path] = status.st_size, status.st_mtime
         return found
 
     def by_hand(self, index: Index) -> Index:
         """The version that people have made of this one, by what they did to the visible files."""
-        there = self.visible(index.files)
-        files = {path: entry for path, entry in index.files.items() if path in there}
-        for path, seen in there.items():
-            if path not in files or seen != files[path][1:]:
-                with contextlib.suppress(OSError):      # gone again, or not ours to read
-                    files[path] = Entry(sha256(self.root / path), *seen)
-        found = Index(index.version, files)
+        there, files = self.visible(index.files), {}
+        for path, (size, mtime) in there.items():
+            entry = index.files.get(path)
+            if entry and (size, mtime) == (entry.size, entry.mtime):
+                files[path] = entry
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    files[path] = Entry(sha256(self.root / path), size, mtime)
+        found = Index(index.version, files, index.stale)
         if found.hashes() == index.hashes():
             return found            # touched or copied, but not changed: the same version
         # without an index, versions go on beyond those that one may have had
-        newest = max((entry.mtime_ns for entry in files.values()), default=0) // 10 ** 9
-        return Index(index.version + 1 if index.version else newest, files)
+        newest = max((entry.mtime for entry in files.values()), default=0)
+        return Index(index.version + 1 if index.version else int(newest), files)
 
     def show(self, index: Index) -> Index:
         """Bring the visible files up to date. Returns the index that says so."""
@@ -635,7 +682,7 @@ class FolderTransport:
         for path in stale & index.files.keys():
             link(self.objects / index.files[path].sha256, self.fresh())
             self.put(path)
-        index = dataclasses.replace(index, stale=())
+        index = dataclasses.replace(index, stale=[])
         self.save(index)
         self.clean(index)
         return index
@@ -680,7 +727,7 @@ class FolderTransport:
         if not (is_file(kept) and matches_hash(kept, digest)):
             self.put(f".hub/objects/{digest}")
         status = kept.stat()
-        return Entry(digest, status.st_size, status.st_mtime_ns)
+        return Entry(digest, status.st_size, status.st_mtime)
 
     def clean(self, index: Index):
         """Remove the objects that this version does not need, and what the first edition or a kill
@@ -695,14 +742,8 @@ class FolderTransport:
 
     def head(self):
         with self.errors():
-            index, seen = self.load(), None
-            with contextlib.suppress(FileNotFoundError):
-                status = os.lstat(self.root / STEP)
-                seen = status.st_size, status.st_mtime_ns
-            # cheap, because it is asked often: of the visible files only the state is looked at
-            if not (index and STEP in index.files and index.files[STEP][1:] == seen):
-                index = self.now()
-            return str(index.version), index.hashes().get(STEP, "")
+            index = self.now()
+        return str(index.version), index.hashes().get(STEP, "")
 
     def where(self, path: str, entry: Entry) -> Path:
         """A file with the content of an entry: its object, or the visible file of a folder that has
@@ -755,11 +796,7 @@ class FolderTransport:
             index = self.settle()
             if expect is not None and str(index.version) != expect:
                 raise Conflict(f"{self.root} is at {index.version}, not {expect}")
-            try:
-                index = self.next_index(index, add, delete)
-            except OSError:             # of a full disk: nothing half-made takes up more
-                self.clean(index)
-                raise
+            index = self.next_index(index, add, delete)
             self.save(index)            # from here on it is made
             self.show(index)
             return str(index.version)
@@ -775,7 +812,7 @@ class FolderTransport:
             path.startswith(new + "/") or new.startswith(path + "/") for new in add)}
         files = {path: entry for path, entry in index.files.items() if path not in gone}
         files |= {path: stored[content] for path, content in add.items()}
-        return Index(index.version + 1, files, tuple(gone.union(delete, add)))
+        return Index(index.version + 1, files, sorted(gone.union(delete, add)))
 
     def squash(self):
         """A folder keeps no history."""
@@ -1017,50 +1054,6 @@ def open_hub(name: str, create=False, private=True):
                      f"or a Hub repo (user/name)")
 
 # ---- what is published
-
-
-def check_value(name: str, value, kind):
-    """Raises ValueError for a value that is not of this type, or a number out of all bounds."""
-    kinds = {float: (int, float), float | None: (int, float, type(None))}.get(kind, kind)
-    right = isinstance(value, kinds) and isinstance(value, bool) == (kind is bool)
-    if isinstance(value, (int, float)):
-        right = right and abs(value) < 10 ** 15 and not (kind is int and value < 0)
-    if not right:
-        raise ValueError(f"{name} is {str(value)[:40]}")
-
-
-def read_record(kind, values: dict):
-    """The record of these values. What it does not know is left out, what is missing has its
-    default. Raises ValueError for a value of the wrong type, or one that has no default."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(values)[:40]} is no {kind.__name__}")
-    known = {}
-    for item in dataclasses.fields(kind):
-        if item.name in values:
-            check_value(item.name, values[item.name], item.type)
-            known[item.name] = values[item.name]
-    try:
-        return kind(**known)
-    except TypeError as e:      # it names what is missing
-        raise ValueError(str(e)) from None
-
-
-def read_header(kind, header: dict, **others):
-    """The record in the header of a file, where all values are strings. `others`: the fields that
-    are not read there. Raises ValueError."""
-    values = {}
-    try:
-        for item in dataclasses.fields(kind):
-            text = header.get(item.name)
-            if item.type is bool:
-                values[item.name] = text == "True"
-            elif item.type in (str, int, float) and text is not None:
-                values[item.name] = item.type(text)
-                if len(text) > 99:
-                    raise ValueError(f"{item.name} is {text[:40]}")
-        return read_record(kind, {**values, **others})
-    except ValueError as e:
-        raise ValueError(f"the header lacks something: {e}") from None
 
 
 @dataclass
@@ -1477,10 +1470,11 @@ def status(transport, rows: int = 20) -> str:
     ended = " | finished" if state.finished else ""
     lines = [f"run {state.run_id} | outer step {state.outer_step} | step {state.progress} "
              f"| {len(state.nodes)} nodes | {waiting.total()} deltas waiting{ended}", ""]
-    for node, seen, *cells in node_table(state, waiting):
-        widths = (8, 8, 6, 7, 13, 7, 5, 7)
-        lines.append(f"{node:<16} {seen:>16} "
-                     + " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)))
+    table = node_table(state, waiting)
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for node, *cells in table:
+        line = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+        lines.append("  ".join([node.ljust(widths[0]), *line]))
         if node in state.nodes and state.nodes[node].refused:
             refusal = state.nodes[node].refused[-1]
             lines.append(f"  last refused: step {refusal['local_step']}, {refusal['reason']}")
