@@ -102,6 +102,7 @@ base = dict(
     distributed=dict(
         node_id="",                 # who this machine is: letters, digits, . _ -
         hub="./runs/hub",           # a folder (starts with . / file://) or user/name on the Hub
+        bucket="auto",              # Hub: where deltas go; auto = HUB-swarm, a name, or none
         private=True,               # the master creates the Hub repo private
         license="",                 # what the repo's page says, apache-2.0 for example
         inner_steps=50,             # optimizer steps between two deltas of a node

@@ -37,7 +37,9 @@ import difflib
 import errno
 import functools
 import hashlib
+import importlib
 import io
+import itertools
 import json
 import math
 import os
@@ -54,7 +56,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +69,13 @@ MOMENTUM, UPDATE = "global/momentum.safetensors", "global/update_{}.safetensors"
 HISTORY = "global/history_{}.jsonl"
 PAGE, CURVE, MODEL = "README.md", "loss.svg", "model.safetensors"
 NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+IN_BUCKET = re.compile(r"nodes/|global/update_|global/momentum")
 DELTA = re.compile(r"nodes/([^/]+)/delta_(\d{1,18})\.safetensors")
 
 DEFAULTS = dict(            # a setting that is not given; config.py explains each
-    node_id="", hub="./runs/hub", private=True, license="", inner_steps=50, outer_lr=0.7,
-    outer_momentum=0.9, outer_warmup=20, round_timeout=0.0, poll_interval=0.0, codec="int4",
-    commits_per_hour=100, wait=False, max_pending=4, join_warmup=20, max_norm_ratio=10.0,
+    node_id="", hub="./runs/hub", bucket="auto", private=True, license="", inner_steps=50,
+    outer_lr=0.7, outer_momentum=0.9, outer_warmup=20, round_timeout=0.0, poll_interval=0.0,
+    codec="int4", commits_per_hour=100, wait=False, max_pending=4, join_warmup=20, max_norm_ratio=10.0,
     keyframe_every=10, squash_gb=20.0, max_outer_steps=0, status=False)
 
 ACTIVE_ROUNDS = 4           # a node that contributed to none of this many rounds is not waited for
@@ -98,12 +101,20 @@ class StorageFull(Unavailable):
     """The repository's storage quota is used up. The commit was not made. A squash frees space."""
 
 
+class NoBucket(Unavailable):
+    """The bucket is gone. The master makes it again."""
+
+
 class Refused(Exception):
     """Trying again will not help: no rights, no such repository, taken over by another."""
 
 
 class NoRepository(Refused):
     """There is no repository of this name, or none that this token may see."""
+
+
+class Replay(ValueError):
+    """A delta that is merged already: its deletion has failed, or somebody has put it back."""
 
 
 class Superseded(Refused):
@@ -125,7 +136,8 @@ def complete(settings: dict | None) -> dict:
     if settings["outer_lr"] == 0:
         raise ValueError("distributed.outer_lr=0: must be above 0")
     if settings["outer_momentum"] >= 1:
-        raise ValueError(f"distributed.outer_momentum={settings['outer_momentum']}: must be below 1")
+        raise ValueError(f"distributed.outer_momentum={settings['outer_momentum']}: "
+                         f"must be below 1")
     return settings
 
 
@@ -818,31 +830,94 @@ class FolderTransport:
         """A folder keeps no history."""
 
 
+def commit_of(version: str | None) -> str | None:
+    """The commit that a HubTransport's version names."""
+    return version and version.partition("~")[0]
+
+
+def object_name(path: str, digest: str) -> str:
+    """The name of a file in a bucket. It holds the hash, and so it is never overwritten: what a
+    killed master or the second of two masters has left there is not taken for anything else."""
+    stem, end = os.path.splitext(path)
+    return f"{stem}.{digest}{end}" if digest else path
+
+
+def path_of(name: str) -> tuple[str, str]:
+    """(path, hash) of an object. The hash is empty for what others have put there."""
+    match = re.fullmatch(r"(.+)\.([0-9a-f]{64})(\.[^./]*)?", name)
+    return (match[1] + (match[3] or ""), match[2]) if match else (name, "")
+
+
+def why_no_bucket(hub) -> str:
+    """What a client lacks to use buckets, if anything."""
+    if not hasattr(hub.HfApi, "batch_bucket_files"):
+        return "huggingface_hub is older than 1.5"
+    try:
+        importlib.import_module("hf_xet")
+    except ImportError:
+        return "the package hf_xet is missing"
+    return "HF_HUB_DISABLE_XET is set" if hub.constants.HF_HUB_DISABLE_XET else ""
+
+
 class HubTransport:
     """The repository as a model repo on the Hugging Face Hub, through huggingface_hub 1.0 or later.
+
+    With a bucket, what IN_BUCKET names lies in a Storage Bucket beside the repo: no commits, no
+    history, and deletion frees space at once. A bucket has no transactions, and none is needed:
+    objects are written first, then comes the one commit of the state, which names them with their
+    hashes, and deletions come last. An object that outlives its deletion is deleted later.
 
     The client retries no commit, waits for ever on a silent server, takes an old file for a new one
     when a HEAD fails and checks only sizes: hence a timeout, our own retry (above), a resolved
     commit for every read and a hash for every file. The token is the client's own: HF_TOKEN, or the
     login.
     """
-    least_poll, limited = 2.0, True
+    least_poll = 2.0
     moved = {}          # {old name: new name} of repositories, as redirects have told this process
 
-    def __init__(self, repo: str, create=False, private=True):
+    def __init__(self, repo: str, create=False, private=True, bucket=""):
         import huggingface_hub as hub
         self.hub, self.name, self.api = hub, repo, hub.HfApi()
         self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
+        self.is_master, self.private, self.bucket = create, private, ""
+        self.spoilt = Counter()         # how often a file has arrived damaged
+        self.looks = itertools.count()
+        self.named = set()              # the objects that the state names
+        self.seen = {}                  # {object: its path}, as listed last
+        self.dead = set()               # objects that are to be deleted
         hub.set_client_factory(self.client)
         hub.utils.disable_progress_bars()
         hub.utils.logging.set_verbosity_error()     # what goes wrong is told here, once
         if create:
-            retry(functools.partial(self.create, private))
+            retry(functools.partial(self.create, bucket))
 
-    def create(self, private: bool):
+    @property
+    def limited(self) -> bool:
+        """Whether commits are counted: a worker makes none if there is a bucket."""
+        return self.is_master or not self.bucket
+
+    def create(self, bucket: str):
         with self.errors():
-            self.api.create_repo(self.repo, private=private, exist_ok=True)
+            self.api.create_repo(self.repo, private=self.private, exist_ok=True)
+        # a swarm that runs keeps what its state says
+        if bucket and self.read(STEP)[1] is None:
+            self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
+
+    def begin_bucket(self, name: str):
+        """Use a bucket for a new swarm. Where there can be none, the repository alone will do."""
+        try:
+            if reason := why_no_bucket(self.hub):
+                raise Refused(reason)
+            self.create_bucket(name)
+            self.bucket = name
+        except Refused as e:
+            write_line(f"notice   no bucket {name} ({e}): all goes to the repository, where each "
+                       f"delta is a commit, and stays in its history")
+
+    def create_bucket(self, name: str):
+        with self.errors():
+            self.api.create_bucket(name, private=self.private, exist_ok=True)
 
     # a repository may get another name
 
@@ -909,6 +984,10 @@ class HubTransport:
         if isinstance(e, errors.OfflineModeIsEnabled):
             return Refused(f"{self.repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset "
                            f"it, or use a folder (--hub=./runs/hub)")
+        if isinstance(e, getattr(errors, "BucketNotFoundError", ())):
+            return NoBucket(f"{self.bucket}: the bucket is gone; a master that runs makes it again")
+        if isinstance(e, getattr(errors, "BucketBatchError", ())):
+            return Unavailable(f"{self.bucket}: not all was done: {words[:160]}")
         if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
             return FileNotFoundError(told)
         # a quota speaks through the Hub's own 403, and through the LFS server's list of errors
@@ -941,9 +1020,140 @@ class HubTransport:
             return float(asked[1])
         return 60.0 if status == 429 else 0.0
 
-    # the verbs
+    # the verbs: a path is in the repository or in the bucket
+
+    def holds(self, path: str) -> bool:
+        """Whether the bucket does."""
+        return bool(self.bucket and IN_BUCKET.match(path))
 
     def head(self):
+        version, tag = self.repo_head()
+        if self.bucket:     # a new delta moves no commit: so each look is a version of its own
+            version += f"~{next(self.looks)}"
+        return version, tag
+
+    def read(self, path: str, version=None):
+        version, content = self.repo_read(path, commit_of(version))
+        if path == STEP and content:
+            self.learn(content)
+        return version, content
+
+    def learn(self, content: bytes):
+        """Take the bucket and its objects from a state. A damaged one is for others to refuse."""
+        try:
+            state = json.loads(content)
+            bucket, files = state.get("bucket", ""), state["files"].items()
+            self.named = {object_name(path, file["sha256"]) for path, file in files}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return
+        if bucket and (reason := why_no_bucket(self.hub)):
+            raise Refused(f"this swarm uses the bucket {bucket}, but {reason}: "
+                          f"pip install -U huggingface_hub hf_xet")
+        self.bucket = bucket
+
+    def fetch(self, path: str, version, to: Path, tag: str = ""):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        # fresh: nothing stale, bounded disk
+        with tempfile.TemporaryDirectory(dir=to.parent) as fresh:
+            if self.holds(path):
+                file = self.bucket_get(path, tag, Path(fresh))
+            else:
+                file = self.repo_get(path, commit_of(version), fresh)
+            if tag and not matches_hash(file, tag):
+                self.spoilt[path, tag] += 1
+                if path.startswith("nodes/") and self.spoilt[path, tag] > 2:
+                    raise ValueError("the content is not what its name says")
+                raise Unavailable(f"{self.repo}: {path} arrived damaged")
+            # keep: a new file, never new bytes in the old one, which tensors may be mapped from
+            os.replace(file, to)
+
+    def list(self, prefix: str, version=None):
+        found = [] if self.holds(prefix) else self.repo_list(prefix, commit_of(version))
+        return found + self.bucket_list(prefix) if self.bucket else found
+
+    def commit(self, add: dict, delete=(), expect=None, message="update") -> str:
+        """What goes to the bucket alone makes no version."""
+        self.bucket_put({path: content for path, content in add.items() if self.holds(path)})
+        files = {path: content for path, content in add.items() if not self.holds(path)}
+        deletions = [path for path in delete if not self.holds(path)]
+        version = expect or ""
+        if files or deletions:
+            version = self.repo_commit(files, deletions, commit_of(expect), message)
+        self.dead |= {name for name, there in self.seen.items() if there in delete}
+        if STEP in add:
+            # what a state does not name is garbage; but what came since the last listing may be
+            # of a coming state
+            self.learn(add[STEP])
+            self.dead |= {name for name, there in self.seen.items()
+                          if there.startswith("global/") and name not in self.named}
+        self.bucket_delete()
+        return version
+
+    # in the bucket
+
+    def bucket_list(self, prefix: str) -> list:
+        prefix = prefix.rstrip("/") + "/" if prefix else ""
+        try:
+            with self.errors():
+                tree = list(self.api.list_bucket_tree(self.bucket, prefix or None, recursive=True))
+        except NoBucket:
+            if not self.is_master:
+                raise
+            self.create_bucket(self.bucket)
+            tree = []
+        tree = [item for item in tree if hasattr(item, "size")]
+        self.seen = {name: path for name, path in self.seen.items() if not name.startswith(prefix)}
+        self.seen |= {item.path: path_of(item.path)[0] for item in tree}
+        self.dead &= self.seen.keys()
+        # of two objects for one path the one that the state names counts, else the newer one
+        tree.sort(key=lambda item: (item.path in self.named, str(item.uploaded_at)))
+        found = {self.seen[item.path]: (item.size, path_of(item.path)[1])
+                 for item in tree if item.path not in self.dead}
+        return [(path, *found[path]) for path in sorted(found)]
+
+    def bucket_get(self, path: str, digest: str, folder: Path) -> Path:
+        """One GET. Raises FileNotFoundError if the object is gone."""
+        from huggingface_hub.file_download import http_get
+        if not digest:
+            known = {there: tag for there, _, tag in self.bucket_list(os.path.dirname(path))}
+            digest = known.get(path, "")
+        name, file = quote(object_name(path, digest)), folder / "object"
+        with self.errors(), open(file, "wb") as f:
+            http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
+                     headers=self.hub.utils.build_hf_headers())
+        return file
+
+    def bucket_put(self, objects: dict):
+        """Write objects; what fails of a batch goes once more."""
+        add = {}
+        for path, content in objects.items():
+            data = isinstance(content, bytes)
+            digest = hashlib.sha256(content).hexdigest() if data else sha256(content)
+            add[object_name(path, digest)] = content if data else str(content)
+            self.seen[object_name(path, digest)] = path
+        if not add:
+            return
+        with self.errors():
+            try:
+                self.api.batch_bucket_files(self.bucket, add=[(v, k) for k, v in add.items()])
+            except self.hub.errors.HfHubHTTPError as e:
+                failed = [failure["path"] for failure in getattr(e, "failures", ())]
+                if not failed:
+                    raise
+                self.api.batch_bucket_files(self.bucket, add=[(add[k], k) for k in failed])
+        self.committed, self.denied = True, 0
+
+    def bucket_delete(self):
+        """Best effort: what is left goes with the next commit, and is not listed until then."""
+        if self.dead:
+            with contextlib.suppress(Unavailable, Refused, FileNotFoundError), self.errors():
+                self.api.batch_bucket_files(self.bucket, delete=sorted(self.dead))
+                self.seen = {k: v for k, v in self.seen.items() if k not in self.dead}
+                self.dead = set()
+
+    # in the repository
+
+    def repo_head(self):
         """One HEAD: on main, the answer for any path names the newest commit."""
         try:
             with self.errors():
@@ -955,7 +1165,7 @@ class HubTransport:
             with self.errors():
                 return self.api.repo_info(self.repo).sha, ""
 
-    def read(self, path: str, version=None):
+    def repo_read(self, path: str, version):
         """One GET, whose answer names the commit and the hash."""
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
         try:
@@ -964,8 +1174,8 @@ class HubTransport:
                 answer = get_session().get(url, headers=build_hf_headers())
                 hf_raise_for_status(answer)
         except FileNotFoundError:
-            version = version or self.head()[0]
-            if any(path == there for there, _, _ in self.list(os.path.dirname(path), version)):
+            version = version or self.repo_head()[0]
+            if any(path == there for there, _, _ in self.repo_list(os.path.dirname(path), version)):
                 raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
             return version, None
         # a large file comes from elsewhere, and the first answer has what the Hub says of it
@@ -977,17 +1187,11 @@ class HubTransport:
             raise Unavailable(f"{self.repo}: {path} arrived damaged")
         return first.headers["X-Repo-Commit"], answer.content
 
-    def fetch(self, path: str, version, to: Path, tag: str = ""):
-        to.parent.mkdir(parents=True, exist_ok=True)
-        # fresh: nothing stale, bounded disk
-        with self.errors(), tempfile.TemporaryDirectory(dir=to.parent) as fresh:
-            file = self.hub.hf_hub_download(self.repo, path, revision=version, local_dir=fresh)
-            if tag and not matches_hash(file, tag):
-                raise Unavailable(f"{self.repo}: {path} arrived damaged")
-            # keep: a new file, never new bytes in the old one, which tensors may be mapped from
-            os.replace(file, to)
+    def repo_get(self, path: str, version, folder) -> str:
+        with self.errors():
+            return self.hub.hf_hub_download(self.repo, path, revision=version, local_dir=folder)
 
-    def list(self, prefix: str, version=None):
+    def repo_list(self, prefix: str, version) -> list:
         try:
             with self.errors():
                 tree = list(self.api.list_repo_tree(self.repo, prefix.rstrip("/"), recursive=True,
@@ -997,7 +1201,7 @@ class HubTransport:
         return [(f.path, f.size, f.lfs.sha256 if f.lfs else f.blob_id)
                 for f in tree if hasattr(f, "size")]
 
-    def commit(self, add: dict, delete=(), expect=None, message="update") -> str:
+    def repo_commit(self, add: dict, delete, expect, message: str) -> str:
         name = self.repo
         try:
             version = self.commit_once(add, delete, expect, message)
@@ -1042,14 +1246,16 @@ def poll_interval(settings: dict, transport, *loops: float) -> float:
     return settings["poll_interval"] or min(30.0, max(transport.least_poll, tenth))
 
 
-def open_hub(name: str, create=False, private=True):
+def open_hub(name: str, create=False, private=True, bucket=""):
     """The transport that --hub names: a folder (starts with . / ~ or file://), or user/name on the
     Hub. Raises ValueError for any other name. With `create`, a repo on the Hub is made if there is
-    none."""
+    none, and for a new swarm a bucket: user/name, or "auto" for the repo's name and -swarm."""
+    if bucket not in ("", "auto") and not re.fullmatch(r"[\w.-]+/[\w.-]+", bucket):
+        raise ValueError(f"distributed.bucket={bucket}: wants auto, user/name, or nothing")
     if name.startswith((".", "/", "~", "file://")):
         return FolderTransport(name)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return HubTransport(name, create, private)
+        return HubTransport(name, create, private, bucket)
     raise ValueError(f"distributed.hub={name}: wants a folder (./runs/hub) "
                      f"or a Hub repo (user/name)")
 
@@ -1137,6 +1343,7 @@ class SwarmState:
     finished: bool = False      # the nodes send what they have, and end
     master: str = ""            # changes when another master takes over
     published: float = 0.0      # Unix time at the master
+    bucket: str = ""            # holds what IN_BUCKET names; empty: all is in the repository
     commits: list = field(default_factory=list)     # Unix times of the last two hours
     committed: int = 0          # bytes since the history was squashed
     strange: int = 0            # files below nodes/ that were no deltas, deleted
@@ -1432,7 +1639,8 @@ def may_commit(settings: dict, transport, state: SwarmState, times, last=False) 
     # by the master's clock alone: a node's own may be wrong
     nodes = sum(entry.last_seen > state.published - 7200 and not entry.final
                 for entry in state.nodes.values())
-    share, window = limit / (nodes + 2), 3600.0
+    # with a bucket the master alone makes commits
+    share, window = limit / (1 if state.bucket else nodes + 2), 3600.0
     if share < 1:
         share, window = 1.0, window / share
     share, now = int(share), time.time()
@@ -1504,7 +1712,7 @@ class Ledger:
         entry = self.nodes.setdefault(delta.node_id, NodeState(last_seen=time.time()))
         same = delta.lineage == entry.lineage
         if same and delta.local_step <= entry.local_step:
-            raise ValueError(f"a replay: step {entry.local_step} is merged already")
+            raise Replay(f"a replay: step {entry.local_step} is merged already")
         if delta.incarnation < entry.incarnation:
             entry.lost += delta.steps
             raise ValueError("of a process whose node ID a newer one has taken over")
@@ -1742,6 +1950,7 @@ class MasterOuterLoop:
             if "config.json" in files:
                 files[MODEL] = self.folder / "keyframe"
         state.master = os.urandom(4).hex()
+        state.bucket = getattr(self.transport, "bucket", "")
         self.publish(state, files)
         self.log(f"master   at outer step {state.outer_step} of run {state.run_id}: "
                  f"{'the swarm has finished' if state.finished else 'waiting for deltas'}")
@@ -1831,7 +2040,8 @@ class MasterOuterLoop:
         state.published = time.time()
         state.commits = [t for t in state.commits if t > state.published - 7200][-200:]
         state.commits.append(state.published)
-        state.committed += sum(v["size"] for path, v in state.files.items() if path in files)
+        state.committed += sum(v["size"] for path, v in state.files.items()
+                               if path in files and not (state.bucket and IN_BUCKET.match(path)))
         content = state.content()
         self.commit({**files, STEP: content}, set(delete) | gone, state)
         self.state, self.content, self.history = state, content, segment
@@ -1987,7 +2197,8 @@ class MasterOuterLoop:
         deltas, refused, delete = self.collect(nodes, ledger)
         strange = strange[:100]                 # of a commit; the rest goes with the next ones
         state.strange += len(strange)
-        state.committed += sum(size for entries in nodes.values() for _, _, size, _ in entries)
+        if not state.bucket:
+            state.committed += sum(size for entries in nodes.values() for _, _, size, _ in entries)
         line = {"event": "round", "outer_step": state.outer_step, "merged": [], "refused": refused,
                 "strange": len(strange)}
         files = {}
@@ -2031,7 +2242,8 @@ class MasterOuterLoop:
             except ValueError as e:
                 reason = "".join(c if c.isprintable() else "?" for c in str(e.args[0])[:200])
                 refused.append({"path": path, "reason": reason})
-                ledger.refuse(node, local_step, reason, restart=len(e.args) > 1)
+                if not isinstance(e, Replay):       # else it is merged: nothing to tell the node
+                    ledger.refuse(node, local_step, reason, restart=len(e.args) > 1)
             finally:
                 with contextlib.suppress(OSError, UnboundLocalError):
                     file.unlink()           # it stays mapped

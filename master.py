@@ -55,7 +55,8 @@ def prepare(argv):
     """The loop over the hub, or None if only its status or the model was asked for."""
     config = load_config(argv)
     settings, folder = config["distributed"], config["run"]["export"]
-    hub = open_hub(settings["hub"], not (settings["status"] or folder), settings["private"])
+    hub = open_hub(settings["hub"], not (settings["status"] or folder), settings["private"],
+                   settings["bucket"])
     if settings["status"]:
         return say(status(hub))
     if folder:
