@@ -5501,6 +5501,310 @@ def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
     assert [line["outer_step"] for line in history_of(remote)] == [1, 2, 3, 4, 5, 6]
 
 
+# ---- diloco.py: a repository and a bucket
+# - each killed call of a master or a worker, lost answer or half batch: nothing is lost or doubled
+# - a worker makes no commit; the commit budget is the master's alone
+# - what no state names is never read, and goes; what outlives its deletion goes later
+# - a damaged object is not taken; a bucket that goes is made again, by the master alone
+# - where there can be no bucket, a new swarm goes on without; one that runs keeps what it has
+
+
+class Store(Memory):
+    """A repository in memory, and a bucket: what HubTransport asks the client for, without HTTP,
+    because uploads to a real bucket need a Xet store."""
+
+    def __init__(self):
+        super().__init__()
+        self.objects, self.clock, self.spoil = {}, 0, None     # {name: (when, content)}
+
+    def tree(self, prefix):
+        if self.objects is None:
+            raise client_error("BucketNotFoundError", 404)
+        return [types.SimpleNamespace(path=name, size=len(content), uploaded_at=when)
+                for name, (when, content) in self.objects.items() if name.startswith(prefix or "")]
+
+    def batch(self, add, delete):
+        self.clock += 1
+        for content, name in add:
+            content = content if isinstance(content, bytes) else Path(content).read_bytes()
+            self.objects[name] = self.clock, content
+        for name in delete:
+            self.objects.pop(name)
+
+    def get(self, name):
+        if name not in self.objects:
+            raise FileNotFoundError(name)
+        content = self.objects[name][1]
+        spoilt = self.spoil and re.search(self.spoil, name)
+        return content[:-1] + bytes([content[-1] ^ 1]) if spoilt else content
+
+
+def client_error(kind, status, **attributes):
+    import huggingface_hub.errors
+    answer = types.SimpleNamespace(status_code=status, headers={}, request=None)
+    error = getattr(huggingface_hub.errors, kind)(kind, response=answer)
+    vars(error).update(attributes)
+    return error
+
+
+class Split(diloco.HubTransport):
+    """The real transport over a Store. At its n-th call it dies (before or after it is done), loses
+    the answer, or does half of a batch."""
+
+    def __init__(self, store, n=10**9, how="before", is_master=False):
+        super().__init__("me/repo")
+        self.store, self.left, self.how, self.is_master = store, n, how, is_master
+        self.bucket, self.api = "me/repo-swarm", self
+
+    def call(self, work, *args):
+        self.left -= 1
+        if self.left == 0 and self.how == "before":
+            raise Stop
+        result = work(*args)
+        if self.left == 0 and self.how != "half":
+            raise Stop if self.how == "after" else diloco.Unavailable("a lost answer")
+        return result
+
+    def list_bucket_tree(self, bucket, prefix, recursive):
+        return self.call(self.store.tree, prefix)
+
+    def batch_bucket_files(self, bucket, add=(), delete=()):
+        if self.left == 1 and self.how == "half":
+            done = len(add) // 2, len(delete) // 2
+            self.call(self.store.batch, add[:done[0]], delete[:done[1]])
+            failed = [name for _, name in add[done[0]:]] + delete[done[1]:]
+            raise client_error("BucketBatchError", 200, failures=[{"path": p} for p in failed])
+        self.call(self.store.batch, add, delete)
+
+    def create_bucket(self, name):
+        self.store.objects = {}
+
+    def bucket_get(self, path, digest, folder):
+        (folder / "x").write_bytes(self.call(self.store.get, diloco.object_name(path, digest)))
+        return folder / "x"
+
+    def repo_head(self):
+        return self.call(self.store.head)
+
+    def repo_read(self, path, version):
+        return self.call(self.store.read, path)
+
+    def repo_get(self, path, version, folder):
+        self.call(self.store.fetch, path, version, Path(folder, "x"))
+        return Path(folder, "x")
+
+    def repo_list(self, prefix, version):
+        return self.call(self.store.list, prefix)
+
+    def repo_commit(self, *args):
+        return self.call(self.store.commit, *args)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setattr(diloco, "wait", lambda *_: None)
+    monkeypatch.setattr(diloco, "why_no_bucket", lambda hub: "")
+    return Store()
+
+
+def named_objects(store):
+    state = diloco.parse_state(store.files[diloco.STEP])
+    return {diloco.object_name(path, file["sha256"]) for path, file in state.files.items()
+            if diloco.IN_BUCKET.match(path)}
+
+
+@pytest.mark.parametrize("how", ["before", "after", "lose", "half"])
+def test_a_master_of_a_bucket_killed_anywhere_is_replaced_bit_for_bit(store, how):
+    def story(n):
+        torch.manual_seed(1)
+        store = Store()
+        make_master(Split(store, is_master=True))
+        nodes = [Node(Split(store), name, max_pending=9) for name in "ab"]
+        shaky, master = Split(store, n, how, is_master=True), None
+        for _ in range(3):
+            for node in nodes:
+                node.train(3, size=0.1)
+                node.send()
+            for _ in range(3):
+                try:
+                    master = master or make_master(shaky)
+                    master.sync_once()
+                    break
+                except Stop:
+                    master = None
+            for node in nodes:
+                node.see()
+        master = make_master(Split(store, is_master=True))
+        return store, master, nodes, shaky.left <= 0
+    _, want, _, _ = story(10**9)
+    for n in range(1, 80):
+        store, master, nodes, reached = story(n)
+        for k in want.weights:
+            assert torch.equal(master.weights[k], want.weights[k]), n
+            assert torch.equal(master.momentum[k], want.momentum[k]), n
+        assert [master.state.nodes[x.node.node_id].steps for x in nodes] == [9, 9], n
+        assert not any(event == "refused" for x in nodes for event, _ in x.events)
+        assert named_objects(store) <= store.objects.keys()
+        nodes[0].train()
+        nodes[0].send()
+        for _ in range(2):          # what was left over goes with the next rounds
+            master.sync_once()
+            nodes[0].see()
+            nodes[0].train()
+            nodes[0].send()
+        master.sync_once()
+        assert store.objects.keys() == named_objects(store), n
+        if not reached:
+            break
+    assert 15 < n < 79
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_over_a_bucket_all_interleavings_keep_the_books(store, seed):
+    """A worker and a master that are killed or lose their answers anywhere, with a second master
+    now and then."""
+    chance = random.Random(seed)
+
+    def shaky(**kind):
+        return Split(store, chance.randrange(5, 60),
+                     chance.choice(["before", "after", "lose", "half"]), **kind)
+    exact = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    make_master(Split(store, is_master=True), **exact)
+    a = Node(Split(store), max_pending=99)
+    master, saved, worker = None, a.save(), Split(store)
+    for _ in range(120):
+        action = chance.choice(["train", "train", "send", "see", "merge", "merge", "save", "kill"])
+        try:
+            if action == "merge":
+                master = master if master and chance.random() < 0.9 else make_master(
+                    shaky(is_master=True), **exact)
+                master.sync_once()
+            elif action == "train":
+                a.train()
+            elif action == "send" and not a.node.uploading:
+                a.send()
+            elif action == "see":
+                a.upload()
+                a.see()
+            elif action == "save":
+                saved = a.save()
+            elif action == "kill":
+                worker = shaky()
+                a = Node(worker, saved=saved, max_pending=99)
+        except diloco.Superseded:
+            master = None
+        except Stop:
+            if action == "merge":
+                master = None
+            else:
+                a = Node(Split(store), saved=saved, max_pending=99)
+    a = Node(Split(store), saved=a.save(), max_pending=99)
+    master = make_master(Split(store, is_master=True), **exact)
+    a.train()
+    a.send()
+    a.node.take_results(a)
+    master.sync_once()
+    a.see()
+    entry = master.state.nodes["a"]
+    assert entry.steps + entry.lost == a.step and entry.lost == 0
+    assert all(torch.equal(v, master.weights[k]) for k, v in a.weights().items())
+    assert not any(event == "refused" for event, _ in a.events)
+
+
+def test_a_worker_makes_no_commit_and_the_budget_is_the_masters(store):
+    master = make_master(Split(store, is_master=True))
+    nodes, commits = [Node(Split(store), f"n{i}") for i in range(3)], len(store.commits)
+    for node in nodes:
+        node.train()
+        node.send()
+    assert len(store.commits) == commits and len(store.objects) == 3 + 1
+    assert master.transport.limited and not nodes[0].node.transport.limited
+    assert master.sync_once() == 1 and len(store.commits) == commits + 1
+    state, now, times = master.state, time.time(), []
+    while diloco.may_commit({"commits_per_hour": 100}, master.transport, state, times, last=True):
+        times.append(now)
+    assert len(times) == 100 and state.bucket == "me/repo-swarm"
+    assert state.committed == 0 or state.committed < 20_000, "what is in the bucket is no history"
+
+
+@pytest.mark.parametrize("spoil", ["nodes/a", "global/update_2"])
+def test_a_damaged_object_is_not_taken(store, spoil):
+    master = make_master(Split(store, is_master=True), keyframe_every=9)
+    a, b = Node(Split(store)), Node(Split(store), "b")
+
+    def round_of():
+        for node in (a, b):
+            node.train()
+            node.send()
+            node.node.take_results(node)
+        return master.sync_once()
+    round_of()
+    a.see()
+    round_of()
+    store.spoil = spoil
+    if spoil == "nodes/a":          # for good: one object must not stop the others
+        assert round_of() == 3 and any("not what its name says" in line for line in master.lines)
+        assert master.state.nodes["b"].steps == 3
+    else:                           # the reader looks again
+        at, state = diloco.read_state(a.node.transport)
+        with pytest.raises(diloco.Unavailable, match="arrived damaged"):
+            diloco.fetch_global(a.node.transport, at, state, a.node.folder, a.node.local.shapes)
+        store.spoil = None
+        a.see()
+        assert a.node.state.outer_step == 2
+        assert all(torch.equal(v, master.weights[k]) for k, v in a.node.local.G.items())
+
+
+def test_a_bucket_that_is_deleted_is_made_again_by_the_master(store):
+    master, a = make_master(Split(store, is_master=True), keyframe_every=9), Node(Split(store))
+
+    def round_of():
+        a.train()
+        a.send()
+        outer_step = master.sync_once()
+        a.see()
+        return outer_step
+    round_of()
+    a.train()
+    a.send()
+    a.node.take_results(a)
+    store.objects = None
+    with pytest.raises(diloco.NoBucket, match="makes it again"):
+        a.node.transport.list("nodes/a/")
+    assert master.sync_once() == 1
+    assert round_of() == 2 == master.state.keyframe, "its files were gone: a keyframe"
+    entry = master.state.nodes["a"]
+    assert (entry.steps, entry.lost) == (2, 1)
+    assert round_of() == 3 and (entry := master.state.nodes["a"]).steps == a.step and not entry.lost
+    late = Node(Split(store), "late")
+    assert all(torch.equal(v, master.weights[k]) for k, v in late.node.local.G.items())
+
+
+def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, capsys):
+    monkeypatch.setattr(diloco, "wait", lambda *_: None)
+    for i, reason in enumerate(["HF_HUB_DISABLE_XET", "404"]):
+        if reason == "404":     # of a Hub that has none
+            monkeypatch.setattr(diloco, "why_no_bucket", lambda hub: "")
+        transport = diloco.open_hub(f"me/none{i}", create=True, bucket="auto")
+        assert transport.bucket == "" and transport.limited
+        out = capsys.readouterr().out
+        assert out.startswith(f"notice   no bucket me/none{i}-swarm (") and reason in out
+        master, a = make_master(transport), Node(diloco.open_hub(f"me/none{i}"))
+        a.train()
+        a.send()
+        assert master.sync_once() == 1 and master.state.bucket == ""
+    # a running swarm keeps its bucket: who cannot use it is told, and not taken for one without
+    state = copy.deepcopy(master.state)
+    state.bucket = "me/x-swarm"
+    transport.commit({diloco.STEP: state.content()})
+    monkeypatch.undo()
+    with pytest.raises(diloco.Refused, match="bucket me/x-swarm, but HF_HUB.* pip install"):
+        diloco.open_hub(f"me/none{i}").read(diloco.STEP)
+    for bad in ("swarm", "a/b/c", "http://x/y"):
+        with pytest.raises(ValueError, match="distributed.bucket"):
+            diloco.open_hub("me/none0", bucket=bad)
+
+
 # ---- master.py and worker.py, as processes
 
 
