@@ -2465,6 +2465,10 @@ class MasterOuterLoop:
             self.publish(state, files, line)
         if self.page.draw:
             self.publish_page()
+        nodes, _ = self.waiting()
+        if count := sum(map(len, nodes.values())):
+            self.log(f"notice   {count} deltas came after the last outer step and wait on the hub: "
+                     f"a master with a larger --max-outer-steps merges them")
         val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
         hub = self.settings["hub"]
         self.log(f"finished the swarm is at outer step {state.outer_step}, step {state.progress}"
@@ -3032,8 +3036,8 @@ class DumbDiLoCo:
             base_outer_step=self.state.outer_step, steps=trainer.step - self.last_sent,
             tokens=trainer.tokens - self.tokens_sent + self.again[1], again=self.again[0],
             loss=float(loss) / count if count else float(trainer.last_loss), seconds=self.loop,
-            final=self.at_end(trainer), codec=self.settings["codec"], shapes=self.local.shapes,
-            stored=stored)
+            final=self.at_end(trainer, last), codec=self.settings["codec"],
+            shapes=self.local.shapes, stored=stored)
 
     def over_commit_budget(self, last: bool) -> bool:
         """Whether a commit now would be more than this node's share. How many share is known once
@@ -3157,11 +3161,13 @@ class DumbDiLoCo:
         write_line(f"notice   {self.node_id} starts again from the global model: its loss was far "
                    f"above the others'; is its learning rate right?")
 
-    def at_end(self, trainer) -> bool:
-        """Whether this node's part of the run is done: not so if the master has stopped early."""
+    def at_end(self, trainer, last: bool) -> bool:
+        """Whether this node's part of the run is done. `last`: its training has ended, though the
+        swarm may have moved the end since. If the master has stopped early it may go on later."""
         target = target_of(self.state.config) or self.target
-        return (trainer.step >= self.end(trainer)
-                or self.state.finished and self.state.progress >= target)
+        finished = self.state.finished and self.state.progress >= target
+        return (finished or trainer.step >= self.end(trainer)
+                or last and not self.state.finished)
 
     def end(self, trainer) -> int:
         """The local step at which the swarm's mean progress reaches the target."""

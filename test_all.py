@@ -5056,6 +5056,46 @@ def test_the_swarm_ends_as_one(tmp_path, speeds, most):
     assert any(line.startswith("finished") and "outer step" in line for line in lines)
 
 
+def test_what_comes_after_the_last_outer_step_waits_for_a_longer_run(folder):
+    master, a = make_master(folder, max_outer_steps=1), Node(folder)
+    a.train()
+    a.send()
+    master.run()
+    assert master.state.finished and any(line.startswith("finished") for line in master.lines)
+    a.see()
+    a.train()
+    a.node.push(a, last=True)       # ended early: the node may go on later
+    a.upload()
+    late = make_master(folder, max_outer_steps=1)
+    late.run()
+    assert any("1 deltas came after the last outer step" in line for line in late.lines)
+    longer = make_master(folder, max_outer_steps=2)
+    longer.run()
+    entry = longer.state.nodes["a"]
+    assert (entry.steps, entry.lost, entry.final) == (2, 0, False) and not folder.list("nodes/")
+
+
+def test_the_last_delta_of_a_node_is_final_though_the_swarm_has_moved_the_end(folder):
+    master = make_master(folder)
+    master.state.config = {"run": {"max_steps": 4}}
+    a, b = Node(folder), Node(folder, "b")
+    for node in (a, b):
+        node.node.target = 4
+    a.train(2)
+    a.node.push(a)
+    a.upload()
+    b.train()
+    b.send()
+    master.sync_once()          # the clock stands at 1.5
+    a.train()                   # as far as it was to go
+    a.see()
+    assert a.node.end(a) > a.step
+    a.node.push(a, last=True)
+    a.upload()
+    master.sync_once()
+    assert master.state.nodes["a"].final and not master.state.nodes["b"].final
+
+
 def test_max_outer_steps_ends_the_nodes_too(tmp_path):
     flags = ["--max-steps=500", "--inner-steps=10", "--max-outer-steps=3"]
     master, trainers = simulate(tiny(tmp_path, *flags), [1.0, 0.9])
@@ -5910,6 +5950,22 @@ def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
         assert again.returncode == 0 and "already at step" in again.stdout, again.stderr
     again = run_script(["--device=cpu"], tmp_path, "master.py")
     assert again.returncode == 0 and "finished" in again.stdout
+
+
+def test_a_worker_started_again_keeps_the_flags_of_its_first_start(tmp_path, monkeypatch, capsys):
+    import master
+    import worker
+    monkeypatch.chdir(tmp_path)
+    master.prepare([*MASTER, "--max-steps=10"])
+    first = ["--node-id=a", "--device=cpu", "--lr=0.01", "--checkpoint.keep-last=1"]
+    worker.prepare(first).train()
+    capsys.readouterr()
+    again = worker.prepare(["--node-id=a", "--lr=0.02"])
+    assert capsys.readouterr().out.startswith(
+        "notice   as at the first start: --run.device=cpu --checkpoint.keep_last=1\n")
+    config = again.config
+    assert (config["optimizer"]["lr"], config["checkpoint"]["keep_last"]) == (0.02, 1)
+    assert config["run"]["max_steps"] == 10 and config["distributed"]["inner_steps"] == 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

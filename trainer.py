@@ -1446,7 +1446,7 @@ def load_model(model: nn.Module, state: dict, path: Path):
 def changes(before: dict, now: dict) -> str:
     """The settings in which two configs differ, as a reader would write them."""
     skip = {"run.resume", "run.best", "run.sample", "run.export", "run.plot", "run.name",
-            "run.output_dir", "run.config", "run.expected_loss", "model.init_from",
+            "run.output_dir", "run.config", "run.expected_loss", "run.flags", "model.init_from",
             "data.accumulation"}
     if all(c["scheduler"]["max_steps"] == c["run"]["max_steps"] for c in (before, now)):
         skip.add("scheduler.max_steps")     # it follows
