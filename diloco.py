@@ -880,7 +880,8 @@ class HubTransport:
         self.hub, self.name, self.api = hub, repo, hub.HfApi()
         self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
-        self.is_master, self.private, self.bucket = create, private, ""
+        self.is_master, self.private = create, private
+        self.bucket = None              # its name, or ""; not known before a state is read
         self.spoilt = Counter()         # how often a file has arrived damaged
         self.looks = itertools.count()
         self.named = set()              # the objects that the state names
@@ -900,14 +901,16 @@ class HubTransport:
     def create(self, bucket: str):
         with self.errors():
             self.api.create_repo(self.repo, private=self.private, exist_ok=True)
-        # a swarm that runs keeps what its state says
-        if bucket and self.read(STEP)[1] is None:
-            self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
+        if self.read(STEP)[1] is None:      # a swarm that runs keeps what its state says
+            self.bucket = ""
+            if bucket:
+                self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
 
     def begin_bucket(self, name: str):
         """Use a bucket for a new swarm. Where there can be none, the repository alone will do."""
         try:
-            if reason := why_no_bucket(self.hub):
+            reason = why_no_bucket(self.hub)
+            if reason:
                 raise Refused(reason)
             self.create_bucket(name)
             self.bucket = name
@@ -978,14 +981,14 @@ class HubTransport:
         status, told = 0, f"{type(e).__name__} {words[:160]}"
         if response is not None:
             status, told = response.status_code, f"{response.status_code} {words[:160]}"
-        elif number := re.search(r"\b(401|403)\b", words):      # hf_xet tells a status in words
+        elif number := re.search(r"\b(401|403|404)\b", words):  # hf_xet tells a status in words
             status = int(number[0])
         told = f"{self.repo}: {told}".rstrip(".")
         if isinstance(e, errors.OfflineModeIsEnabled):
             return Refused(f"{self.repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset "
                            f"it, or use a folder (--hub=./runs/hub)")
         if isinstance(e, getattr(errors, "BucketNotFoundError", ())):
-            return NoBucket(f"{self.bucket}: the bucket is gone; a master that runs makes it again")
+            return self.no_bucket()
         if isinstance(e, getattr(errors, "BucketBatchError", ())):
             return Unavailable(f"{self.bucket}: not all was done: {words[:160]}")
         if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
@@ -1010,6 +1013,10 @@ class HubTransport:
             return Refused(told)
         return Unavailable(told, self.asked_for(status, response))
 
+    def no_bucket(self) -> NoBucket:
+        return NoBucket(f"{self.bucket}: there is no such bucket, or none that this token may see; "
+                        f"a master that runs makes it again")
+
     @staticmethod
     def asked_for(status: int, response) -> float:
         """The seconds to wait that an answer asks for."""
@@ -1024,6 +1031,8 @@ class HubTransport:
 
     def holds(self, path: str) -> bool:
         """Whether the bucket does."""
+        if self.bucket is None:
+            self.read(STEP)
         return bool(self.bucket and IN_BUCKET.match(path))
 
     def head(self):
@@ -1046,7 +1055,8 @@ class HubTransport:
             self.named = {object_name(path, file["sha256"]) for path, file in files}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
-        if bucket and (reason := why_no_bucket(self.hub)):
+        reason = why_no_bucket(self.hub) if bucket else ""
+        if reason:
             raise Refused(f"this swarm uses the bucket {bucket}, but {reason}: "
                           f"pip install -U huggingface_hub hf_xet")
         self.bucket = bucket
@@ -1118,9 +1128,12 @@ class HubTransport:
             known = {there: tag for there, _, tag in self.bucket_list(os.path.dirname(path))}
             digest = known.get(path, "")
         name, file = quote(object_name(path, digest)), folder / "object"
-        with self.errors(), open(file, "wb") as f:
-            http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
-                     headers=self.hub.utils.build_hf_headers())
+        try:
+            with self.errors(), open(file, "wb") as f:
+                http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
+                         headers=self.hub.utils.build_hf_headers())
+        except NoRepository as e:
+            raise self.no_bucket() from e
         return file
 
     def bucket_put(self, objects: dict):
@@ -1131,8 +1144,15 @@ class HubTransport:
             digest = hashlib.sha256(content).hexdigest() if data else sha256(content)
             add[object_name(path, digest)] = content if data else str(content)
             self.seen[object_name(path, digest)] = path
-        if not add:
-            return
+        try:
+            if add:
+                self.bucket_batch(add)
+                self.committed, self.denied = True, 0
+        except Refused:         # the client says 404 for no rights as for no bucket
+            self.bucket_list("nodes/")
+            raise
+
+    def bucket_batch(self, add: dict):
         with self.errors():
             try:
                 self.api.batch_bucket_files(self.bucket, add=[(v, k) for k, v in add.items()])
@@ -1141,7 +1161,6 @@ class HubTransport:
                 if not failed:
                     raise
                 self.api.batch_bucket_files(self.bucket, add=[(add[k], k) for k in failed])
-        self.committed, self.denied = True, 0
 
     def bucket_delete(self):
         """Best effort: what is left goes with the next commit, and is not listed until then."""
