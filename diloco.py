@@ -882,6 +882,7 @@ class HubTransport:
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
         self.is_master, self.private = create, private
         self.bucket = None              # its name, or ""; not known before a state is read
+        self.missing = 0                # how often the bucket was not there, since it was
         self.spoilt = Counter()         # how often a file has arrived damaged
         self.looks = itertools.count()
         self.named = set()              # the objects that the state names
@@ -1013,9 +1014,11 @@ class HubTransport:
             return Refused(told)
         return Unavailable(told, self.asked_for(status, response))
 
-    def no_bucket(self) -> NoBucket:
-        return NoBucket(f"{self.bucket}: there is no such bucket, or none that this token may see; "
-                        f"a master that runs makes it again")
+    def no_bucket(self) -> Exception:
+        told = (f"{self.bucket}: there is no such bucket, or none that this token may see; a master "
+                f"that runs makes it again")
+        self.missing += 1
+        return NoBucket(told, 10.0 * self.missing) if self.missing <= DENIALS else Refused(told)
 
     @staticmethod
     def asked_for(status: int, response) -> float:
@@ -1111,6 +1114,7 @@ class HubTransport:
                 raise
             self.create_bucket(self.bucket)
             tree = []
+        self.missing = 0
         tree = [item for item in tree if hasattr(item, "size")]
         self.seen = {name: path for name, path in self.seen.items() if not name.startswith(prefix)}
         self.seen |= {item.path: path_of(item.path)[0] for item in tree}
