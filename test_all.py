@@ -5603,7 +5603,7 @@ class Split(diloco.HubTransport):
 @pytest.fixture
 def store(monkeypatch):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
-    monkeypatch.setattr(diloco, "why_no_bucket", lambda hub: "")
+    monkeypatch.setattr(diloco, "require_buckets", lambda hub: None)
     return Store()
 
 
@@ -5784,7 +5784,7 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
     for i, reason in enumerate(["HF_HUB_DISABLE_XET", "404"]):
         if reason == "404":     # of a Hub that has none
-            monkeypatch.setattr(diloco, "why_no_bucket", lambda hub: "")
+            monkeypatch.setattr(diloco, "require_buckets", lambda hub: None)
         transport = diloco.open_hub(f"me/none{i}", create=True, bucket="auto")
         assert transport.bucket == "" and transport.limited
         out = capsys.readouterr().out
@@ -5798,7 +5798,7 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
     state.bucket = "me/x-swarm"
     transport.commit({diloco.STEP: state.content()})
     monkeypatch.undo()
-    with pytest.raises(diloco.Refused, match="bucket me/x-swarm, but HF_HUB.* pip install"):
+    with pytest.raises(diloco.Refused, match="buckets need Xet: unset HF_HUB"):
         diloco.open_hub(f"me/none{i}").read(diloco.STEP)
     for bad in ("swarm", "a/b/c", "http://x/y"):
         with pytest.raises(ValueError, match="distributed.bucket"):
