@@ -5177,6 +5177,12 @@ def test_a_day_on_a_hub_with_a_commit_limit(nodes):
         assert entry.steps == entry.local_step == workers[name].step, "no node starves"
 
 # ---- diloco.py over the loopback Hub
+# - folder, Hub and Hub with a bucket keep the same promises, also while they are empty
+# - an idle look is one HEAD, a round costs what its deltas cost, in requests and in bytes
+# - a squash, a full storage, a lost answer, damaged bytes: nothing lost, nothing doubled
+# - each answer of the Hub is what it means: to be tried again, or the end in one line
+# - a repository that moves is followed, by each way the Hub has to say it
+# - a patient transport retries what it reads, and no commit
 
 
 @pytest.fixture
@@ -5186,20 +5192,29 @@ def remote(hub, monkeypatch):
     return diloco.open_hub(f"me/repo{len(hub.repos)}", create=True)
 
 
-@pytest.mark.parametrize("kind", ["hub", "folder"])
-def test_both_transports_keep_the_same_promises(request, hub, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["hub", "folder", "bucket"])
+def test_all_transports_keep_the_same_promises(request, tmp_path, kind):
     if kind == "hub":
         transport = request.getfixturevalue("remote")
+    elif kind == "bucket":
+        transport = Split(request.getfixturevalue("store"))
     else:
         transport = diloco.FolderTransport(tmp_path / "new")
-        assert transport.read(diloco.STEP) == ("0", None) and transport.list("nodes/") == []
-        assert not (tmp_path / "new").exists(), "reading makes nothing"
     big, delta, to = tmp_path / "w", "nodes/a/delta_1.safetensors", tmp_path / "in/file"
     big.write_bytes(os.urandom(5000))
-    first, _ = transport.head()
+
+    def head():     # with a bucket each look has a number, too
+        version, tag = transport.head()
+        return version.partition("~")[0], tag
+    first, _ = head()
+    assert transport.read(diloco.STEP) == (first, None) == transport.read(diloco.PAGE)
+    assert transport.list("nodes/") == [] == transport.list("")
+    with pytest.raises(FileNotFoundError):
+        transport.fetch(diloco.WEIGHTS, first, to)
+    assert not (tmp_path / "new").exists(), "reading makes nothing"
     version = transport.commit({diloco.STEP: b"{}", delta: big})
-    head = transport.head()
-    assert head[0] == version != first and diloco.matches_hash(b"{}", head[1])
+    assert head()[0] == version != first and (kind == "bucket" or diloco.matches_hash(
+        b"{}", head()[1]))
     assert transport.read(diloco.STEP) == (version, b"{}") == transport.read(diloco.STEP, version)
     assert transport.read("missing")[1] is None
     ((path, size, tag),) = transport.list("nodes/", version)
@@ -5208,18 +5223,17 @@ def test_both_transports_keep_the_same_promises(request, hub, tmp_path, kind):
     assert to.read_bytes() == big.read_bytes()
     with pytest.raises(FileNotFoundError):
         transport.fetch("missing.safetensors", version, to)
-    with pytest.raises(diloco.Unavailable):
+    with pytest.raises((diloco.Unavailable, FileNotFoundError)):
         transport.fetch(delta, version, to, hashlib.sha256(b"other").hexdigest())
     with pytest.raises(diloco.Conflict):
         transport.commit({"x": b"1"}, expect=first)
-    newer = transport.commit({"nodes/b/delta_7.safetensors": big}, [delta], expect=version)
-    assert transport.head() == (newer, head[1]), "the tag is of the state alone"
+    tag = head()[1]
+    newer = transport.commit({"nodes/b/delta_7.safetensors": big, "y": b"1"}, [delta], version)
+    assert head() == (newer, tag), "the tag is of the state alone"
     assert [path for path, _, _ in transport.list("nodes/")] == ["nodes/b/delta_7.safetensors"]
 
 
 def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
-    """An idle poll is one HEAD, for master and worker, whatever has happened before; a round costs
-    what its deltas cost."""
     big = tmp_path / "w.safetensors"
     big.write_bytes(b"x" * 100)
     remote.commit({f"nodes/n{i}/delta_1.safetensors": big for i in range(250)})
@@ -5230,24 +5244,24 @@ def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
     def requests(work):
         hub.counts.clear()
         work()
-        return hub.counts.total(), dict(hub.counts)
+        return hub.counts.total()
     a.see()
     master.waiting()
-    for _ in range(3):
-        assert requests(a.look) == (1, {f"HEAD /me/{remote.repo[3:]}/resolve/main/"
-                                        f"global/step_count.json": 1})
-        assert requests(master.waiting)[0] == 1
+    for _ in range(2):
+        assert requests(a.look) == 1 and list(hub.counts) == [
+            f"HEAD /me/{remote.repo[3:]}/resolve/main/global/step_count.json"]
+        assert requests(master.waiting) == 1
         a.train()
         b.train()
-        assert requests(a.send)[0] <= 7, hub.counts     # list, preupload, LFS and commit
+        assert requests(a.send) <= 7, hub.counts    # list, preupload, LFS and commit
         b.send()
-        assert requests(a.look)[0] == 1, "what other nodes send is no news"
+        assert requests(a.look) == 1, "what other nodes send is no news"
         a.node.take_results(a)
         # HEAD, two listings, 2 for each delta; preupload, LFS for the update or three files of a
         # keyframe, commit
-        assert requests(master.sync_once)[0] <= 3 + 2 * 2 + 12, hub.counts
+        assert requests(master.sync_once) <= 3 + 2 * 2 + 12, hub.counts
         # HEAD, the state, HEAD and GET of the update
-        assert requests(a.look)[0] == 4, hub.counts
+        assert requests(a.look) == 4, hub.counts
         a.node.take_results(a)
         b.see()
         master.waiting()
@@ -5256,11 +5270,11 @@ def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
 def test_bytes_of_a_round_are_counted_at_the_hub(hub, remote, monkeypatch):
     """int4, over the rounds between two keyframes: a worker sends 0.6 bytes a parameter and round
     and receives 1.15; the master sends 1.8."""
-    monkeypatch.setattr(Node, "make", lambda self: nn.Linear(1024, 1024))
+    monkeypatch.setattr(Node, "make", lambda self: nn.Linear(256, 256))
     settings = {**SWARM, "codec": "int4", "keyframe_every": 10, "outer_momentum": 0.9}
-    master = diloco.MasterOuterLoop(remote, settings, diloco.swarm_tensors(nn.Linear(1024, 1024)),
+    master = diloco.MasterOuterLoop(remote, settings, diloco.swarm_tensors(nn.Linear(256, 256)),
                                     {"config": {}}, log=lambda line: None)
-    a, size, totals = Node(remote, **settings), 1024 * 1025, Counter()
+    a, size, totals = Node(remote, **settings), 256 * 257, Counter()
 
     def count(what, work, way):
         before = hub.bytes[way]
@@ -5271,10 +5285,10 @@ def test_bytes_of_a_round_are_counted_at_the_hub(hub, remote, monkeypatch):
         count("worker up", a.send, "in")
         count("master up", master.sync_once, "in")
         count("worker down", a.see, "out")
-    per_round = {what: total / 10 / size for what, total in totals.items()}
     assert a.node.state.outer_step == 10 == a.node.state.keyframe
-    assert per_round["worker up"] < 0.6 and per_round["worker down"] < 1.15, per_round
-    assert per_round["master up"] < 1.8, per_round
+    # the state, the history and headers are 6 KB a round, whatever the size of the model
+    most = {"worker up": 0.6, "worker down": 1.15, "master up": 1.8}
+    assert all(totals[what] / 10 < most[what] * size + 6000 for what in most), totals
 
 
 def test_a_squash_is_survived(hub, remote):
@@ -5298,15 +5312,13 @@ def test_a_squash_is_survived(hub, remote):
 
 def test_a_full_storage_is_squashed_and_waited_for(folder, monkeypatch):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
-    master, a, real, squashes = make_master(folder), Node(folder), folder.commit, []
+    master, a, real, squashes, tries = make_master(folder), Node(folder), folder.commit, [], []
 
-    tries = []
-
-    def full(add, *args):
+    def full(*args):
         tries.append(1)
         if len(tries) < 4:
             raise diloco.StorageFull("403 storage limit reached")
-        return real(add, *args)
+        return real(*args)
     a.train()
     a.send()
     folder.squash, folder.commit = lambda: squashes.append(1), full
@@ -5315,36 +5327,53 @@ def test_a_full_storage_is_squashed_and_waited_for(folder, monkeypatch):
     assert any("storage limit" in line for line in master.lines)
 
 
-@pytest.mark.parametrize("status, kind", [(401, "Refused"), (403, "Refused"), (400, "Refused"),
-                                          (409, "Unavailable"), (429, "Unavailable"),
-                                          (500, "Unavailable"), (503, "Unavailable"),
-                                          ("reset", "Unavailable"), ("lose", "Unavailable"),
-                                          (412, "Conflict")])
-def test_each_answer_of_the_hub_is_what_it_means(hub, remote, status, kind):
-    hub.fault("POST", "/commit/", status, Retry_After="7")
-    with pytest.raises(getattr(diloco, kind)) as e:
-        remote.commit({"x": b"1"}, expect=remote.head()[0] if status == 412 else None)
-    assert "\n" not in str(e.value.args[0])
-    if status == 429:
-        assert e.value.args[1] == 7.0
+@pytest.mark.parametrize("kind, answers", [("Refused", [401, 403, 400]), ("Conflict", [412]),
+                                           ("Unavailable", [409, 429, 500, 503, "reset", "lose"])])
+def test_each_answer_of_the_hub_is_what_it_means(hub, remote, kind, answers):
+    for status in answers:
+        hub.fault("POST", "/commit/", status, Retry_After="7")
+        with pytest.raises(getattr(diloco, kind)) as e:
+            remote.commit({"x": b"1"}, expect=remote.head()[0] if status == 412 else None)
+        assert "\n" not in str(e.value.args[0])
+        if status == 429:
+            assert e.value.args[1] == 7.0
 
 
-def test_missing_repo_and_bad_names_are_refused(hub, tmp_path):
+def test_a_quota_that_is_used_up_is_no_end(hub, remote, tmp_path):
+    big = tmp_path / "w.safetensors"
+    for path in ("/commit/", "/preupload/", "/info/lfs/"):
+        big.write_bytes(os.urandom(3000))
+        hub.fault("POST", path, 403, says="Private repository storage limit reached, please upgrade")
+        with pytest.raises(diloco.StorageFull, match="storage limit reached") as e:
+            remote.commit({"w.safetensors": big})
+        assert e.value.args[1] >= 30
+        assert remote.commit({"w.safetensors": big})
+
+
+def test_one_403_is_not_the_end_of_a_node_and_lasting_ones_are(hub, remote):
+    hub.fault("POST", "/commit/", 403)
+    with pytest.raises(diloco.Refused, match="may it write"):       # it never could
+        remote.commit({"x": b"0"})
+    for i in range(2):          # a commit that is made starts the count again
+        remote.commit({"x": b"1%d" % i})
+        hub.fault("POST", "/commit/", 403, count=diloco.DENIALS if i == 0 else 99)
+        said = []
+        for _ in range(diloco.DENIALS):
+            with pytest.raises(diloco.Unavailable) as e:
+                remote.commit({"x": b"2"})
+            said.append(e.value.args[1])
+        assert said == [10.0, 20.0, 30.0, 40.0, 50.0]
+    with pytest.raises(diloco.Refused, match="403"):
+        remote.commit({"x": b"4"})
+
+
+def test_missing_repo_and_bad_names_are_refused(hub):
     with pytest.raises(diloco.NoRepository, match="404"):
         diloco.open_hub("me/nothing").head()
     for name in ("nothing", "a/b/c", "http://x/y", "C:\\hub"):
         with pytest.raises(ValueError, match="distributed.hub"):
             diloco.open_hub(name)
     assert diloco.open_hub("~/hub").root == Path.home() / "hub"
-
-
-def test_an_empty_hub_holds_nothing(hub, remote, tmp_path):
-    version, tag = remote.head()
-    assert (version, tag) == (hub.head(remote.repo)[0], "")
-    assert remote.read(diloco.STEP) == (version, None) and remote.read(diloco.PAGE)[1] is None
-    assert remote.list("nodes/") == [] == remote.list("")
-    with pytest.raises(FileNotFoundError):
-        remote.fetch(diloco.WEIGHTS, version, tmp_path / "to")
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -5375,48 +5404,13 @@ def test_a_redirect_within_a_repository_is_no_move(remote):
         remote.note_move(answers(
             is_redirect=True, headers={"Location": location},
             request=answers(url="https://hub.example/me/x/resolve/main/y")))
-    assert remote.repo == remote.name
-
-
-@pytest.mark.parametrize("path", ["/commit/", "/preupload/", "/info/lfs/"])
-def test_a_quota_that_is_used_up_is_no_end(hub, remote, tmp_path, path):
-    big = tmp_path / "w.safetensors"
-    big.write_bytes(os.urandom(3000))
-    hub.fault("POST", path, 403, says="Private repository storage limit reached, please upgrade")
-    with pytest.raises(diloco.StorageFull, match="storage limit reached") as e:
-        remote.commit({"w.safetensors": big})
-    assert e.value.args[1] >= 30
-    assert remote.commit({"w.safetensors": big})
-
-
-def test_one_403_is_not_the_end_of_a_node_and_lasting_ones_are(hub, remote):
-    hub.fault("POST", "/commit/", 403)
-    with pytest.raises(diloco.Refused, match="may it write"):       # it never could
-        remote.commit({"x": b"0"})
-    remote.commit({"x": b"1"})
-    for _ in range(2):
-        hub.fault("POST", "/commit/", 403, count=diloco.DENIALS)
-        for i in range(diloco.DENIALS):
-            with pytest.raises(diloco.Unavailable) as e:
-                remote.commit({"x": b"2"})
-            assert e.value.args[1] == 10.0 * (i + 1)
-        remote.commit({"x": b"3"})
-    hub.fault("POST", "/commit/", 403, count=99)
-    said = []
-
-    def failed(error, seconds):
-        said.append(seconds)
-    with pytest.raises(diloco.Refused, match="403"):
-        diloco.retry(functools.partial(remote.commit, {"x": b"4"}), failed)
-    assert said == [10.0, 20.0, 30.0, 40.0, 50.0]
+    assert "me/x" not in remote.moved
 
 
 def test_offline_is_one_line(tmp_path):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    for script, flags in (("master.py", ["--status"]), ("master.py", []),
-                          ("worker.py", ["--node-id=a"])):
+    for script, flags in (("master.py", []), ("worker.py", ["--node-id=a"])):
         done = run_script(["--hub=me/repo", "--config=smoke", *flags], tmp_path, script,
-                          env=environment)
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"})
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert "HF_HUB_OFFLINE is set" in done.stderr
 
@@ -5439,28 +5433,21 @@ class Moody(Memory):
 
 def test_a_patient_transport_retries_what_it_reads_and_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
-    said, stopping = [], []
-
-    def failed(error, seconds):
-        said.append((error, seconds))
-    moody = Moody()
-    patient = diloco.Patient(moody, failed, lambda: bool(stopping))
+    said, stopping, moody = [], [], Moody()
+    patient = diloco.Patient(moody, lambda *what: said.append(what), lambda: bool(stopping))
     assert patient.least_poll == Memory.least_poll and patient.limited is False
     for verb, args in (("commit", ({diloco.STEP: b"{}"},)), ("squash", ())):
         for _ in range(2):      # once each: whether it was made is the caller's question
             with pytest.raises(diloco.Unavailable):
                 getattr(patient, verb)(*args)
-        assert said == [] and moody.files == {}
         getattr(patient, verb)(*args)
-        moody.files.clear()
-    moody.files[diloco.STEP] = b"{}"
+    assert said == [] and moody.commits and moody.files == {diloco.STEP: b"{}"}
     for verb, *args in (("head",), ("read", diloco.STEP), ("list", "global/"),
                         ("fetch", diloco.STEP, None, tmp_path / "to")):
         want = getattr(Memory, verb)(moody, *args)
         assert getattr(patient, verb)(*args) == want
         assert said == [(f"no {verb} now", 7.0)] * 2
         said.clear()
-    assert (tmp_path / "to").read_bytes() == b"{}"
     moody.calls["fetch"] = 2
     with pytest.raises(FileNotFoundError):      # what does not pass comes at once
         patient.fetch("missing", None, tmp_path / "to")
@@ -5499,7 +5486,6 @@ def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
     assert all(torch.equal(v, a.work[k]) and torch.equal(v, master.weights[k])
                for k, v in a.weights().items())
     assert [line["outer_step"] for line in history_of(remote)] == [1, 2, 3, 4, 5, 6]
-
 
 # ---- diloco.py: a repository and a bucket
 # - each killed call of a master or a worker, lost answer or half batch: nothing is lost or doubled
