@@ -4242,350 +4242,6 @@ def test_a_clock_that_is_ahead_does_not_let_a_node_commit_more(folder):
     assert share() == 11
 
 
-STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "open", "scandir", "lstat"]
-
-
-def dying(monkeypatch, call, n):
-    """From its n-th call on, os.<call> is not done: a kill. Returns the number of calls left."""
-    left, real = [n], getattr(os, call)
-
-    def dies(*args, **kwargs):
-        left[0] -= 1
-        if left[0] <= 0:
-            raise Stop
-        return real(*args, **kwargs)
-    monkeypatch.setattr(os, call, dies)
-    return left
-
-
-def shown(root):
-    """{path: content} of what people see in a folder."""
-    return {f.relative_to(root).as_posix(): f.read_bytes() for f in sorted(root.rglob("*"))
-            if f.is_file() and ".hub" not in f.relative_to(root).parts}
-
-
-@pytest.mark.parametrize("call", STEPS)
-def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
-    """Then the next reader sees one version whole, the next commit is made, nothing is left over,
-    and nothing of the killed commit is taken for a change by hand."""
-    old = {"a": b"old", "nodes/x/b": b"old", "nodes/x/gone": b"gone", "twin": b"old"}
-    new = {"a": b"new", "nodes/x/b": b"new", "nodes/y/c": b"more", "twin": b"old"}
-    for n in range(1, 200):
-        root = tmp_path / f"{call}{n}"
-        hub = diloco.FolderTransport(root)
-        hub.commit(old)
-        file = tmp_path / "more"
-        file.write_bytes(b"more")
-        with monkeypatch.context() as m:
-            left = dying(m, call, n)
-            with contextlib.suppress(Stop):
-                hub.commit({"a": b"new", "nodes/x/b": b"new", "nodes/y/c": file}, ["nodes/x/gone"])
-        again = diloco.FolderTransport(root)
-        version, _ = again.read("a")
-        want = {"1": old, "2": new}[version]
-        assert {path: again.read(path) for path in want} == {
-            path: (version, content) for path, content in want.items()}
-        assert [path for path, _, _ in again.list("")] == sorted(want) and shown(root) == want
-        assert again.commit({"d": b"next"}, expect=version) == str(int(version) + 1)
-        assert shown(root) == {**want, "d": b"next"}
-        assert sorted(p.name for p in (root / ".hub").iterdir()) == [
-            "index.json", "lock", "objects"]
-        assert len(list((root / ".hub/objects").iterdir())) == len({*want.values(), b"next"})
-        if left[0] > 0:
-            break
-    assert n > 1 or call == "rename"
-
-
-def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path, monkeypatch):
-    root = folder.root
-    folder.commit({"README.md": b"page", "global/step_count.json": b"{}", "nodes/a/x": b"x",
-                   "model.safetensors": b"weights"})
-    (root / "README.md").write_text("my own page")          # in place, as some editors do
-    assert folder.read("README.md") == ("2", b"my own page")
-    (root / "nodes/b").mkdir()
-    (tmp_path / "put").write_bytes(b"by hand")
-    os.replace(tmp_path / "put", root / "nodes/b/delta_1.safetensors")
-    (root / "nodes/a/x").unlink()
-    ((path, size, tag),) = folder.list("nodes")
-    assert (path, size) == ("nodes/b/delta_1.safetensors", 7)
-    folder.fetch(path, None, tmp_path / "to", tag)
-    assert (tmp_path / "to").read_bytes() == b"by hand"
-    with pytest.raises(diloco.Conflict):
-        folder.commit({"y": b""}, expect="2")
-    head = folder.head()
-    (root / "global/step_count.json").unlink()
-    assert folder.head()[0] > head[0] and folder.head()[1] == "" and not folder.read(diloco.STEP)[1]
-    # touched or copied is not changed: the version stays
-    version, _ = folder.head()
-    os.utime(root / "README.md", ns=(1, 1))
-    (tmp_path / "copy").write_bytes((root / "model.safetensors").read_bytes())
-    os.replace(tmp_path / "copy", root / "model.safetensors")
-    assert folder.read("README.md") == (version, b"my own page")
-    # other files beside are none of the hub's: it may be given a folder that holds more
-    (root / "notes.txt").write_text("mine")
-    (root / "more").mkdir()
-    (root / "more/notes.txt").write_text("mine")
-    assert [path for path, _, _ in folder.list("")] == ["README.md", "model.safetensors", path]
-    assert folder.commit({}, ["model.safetensors"], expect=version) == str(int(version) + 1)
-    assert sorted(shown(root)) == ["README.md", "more/notes.txt", path, "notes.txt"]
-    # a damaged object: as long as nobody could notice it by size and time, its hash tells
-    file = root / path
-    status = file.stat()
-    file.write_bytes(b"by HAND")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(diloco.Refused, match="is damaged"):
-        folder.read(path)
-    with pytest.raises(diloco.Unavailable, match="is not what"):
-        folder.fetch(path, None, tmp_path / "to", tag)
-    assert not (tmp_path / "to").exists()
-
-
-def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypatch):
-    def link(*args, **kwargs):
-        raise OSError(95, "Operation not supported")
-    monkeypatch.setattr(os, "link", link)
-    file = tmp_path / "file"
-    file.write_bytes(b"weights")
-    folder.commit({diloco.WEIGHTS: file, diloco.MODEL: file, diloco.STEP: b"{}"})
-    assert shown(folder.root) == {diloco.WEIGHTS: b"weights", diloco.MODEL: b"weights",
-                                  diloco.STEP: b"{}"}
-    hashed = []
-    monkeypatch.setattr(diloco, "sha256", hashed.append)
-    assert folder.read(diloco.STEP) == ("1", b"{}") and len(folder.list("")) == 3 and not hashed
-    monkeypatch.undo()
-    (folder.root / diloco.MODEL).write_bytes(b"mine")
-    ((_, size, tag), *_), version = folder.list("global/"), folder.head()[0]
-    folder.fetch(diloco.WEIGHTS, version, tmp_path / "to", tag)
-    assert folder.read(diloco.MODEL) == ("2", b"mine") and size == 7 and version == "2"
-    assert (tmp_path / "to").read_bytes() == b"weights"
-
-
-def index_of(**files):
-    entry = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
-    return json.dumps({"version": 1, "files": {p: entry for p in files.get("files", ())},
-                       "stale": files.get("stale", [])}).encode()
-
-
-@pytest.mark.parametrize("bad", ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim",
-                                 "nodes\\..\\victim", ".hub/lock", ".HUB/lock", "nodes//x", "./x",
-                                 "nodes/..", "", "a\nb", "x" * 300, "nodes/x. /y"])
-def test_no_name_read_from_the_disk_leads_out_of_the_folder(folder, tmp_path, bad):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    index = folder.own / "index.json"
-    good = index.read_bytes()
-    for hostile in (index_of(files=[bad]), index_of(stale=[bad])):
-        index.write_bytes(hostile)
-        for work in (folder.head, lambda: folder.read(diloco.STEP), lambda: folder.list(""),
-                     lambda: folder.fetch("nodes/a/x", None, tmp_path / "to"),
-                     lambda: folder.commit({"x": b""}), lambda: diloco.status(folder)):
-            with pytest.raises(diloco.Refused, match="tampered") as e:
-                work()
-            assert "\n" not in str(e.value) and "index.json" in str(e.value)
-    for path in (bad, f"{bad}/x"):
-        with pytest.raises(diloco.Refused, match="no path in the repository"):
-            folder.commit({path: b""})
-        with pytest.raises(diloco.Refused, match="no path in the repository"):
-            folder.commit({}, [path])
-    index.unlink()
-    assert folder.read(diloco.STEP)[1] == b"{}"
-    index.write_bytes(good)
-    # a hash that comes from a file of somebody else is no path either
-    for tag in ("../../../victim", str(victim)):
-        with pytest.raises(diloco.Unavailable):
-            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
-    assert victim.read_text() == "precious"
-
-
-ENTRY = b'{"version": 1, "files": {"a": {"sha256": %s, "size": 1, "mtime": %s}}}'
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", b'{"version": -1}',
-    b'{"version": "1"}', b'{"version": 1.5}', b'{"version": 1, "files": {"a": 1}}',
-    ENTRY % (b'"x"', b"1"), ENTRY % (b"5", b"1"), ENTRY % (b'"%s"' % (b"a" * 64), b"null"),
-    b'{"version": 1, "stale": [5]}'])
-def test_a_damaged_index_is_made_again_from_the_files_that_are_there(folder, capsys, content):
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1", "config.json": b"2"})
-    before = shown(folder.root)
-    (folder.own / "index.json").write_bytes(content)
-    again = diloco.FolderTransport(folder.root)
-    assert again.read(diloco.STEP)[1] == b"{}" and "cannot be read" in capsys.readouterr().out
-    assert [path for path, _, _ in again.list("nodes/")] == ["nodes/a/x"]
-    version, _ = again.head()
-    assert again.commit({"config.json": b"3"}, expect=version) == str(int(version) + 1)
-    assert shown(folder.root) == {**before, "config.json": b"3"}
-
-
-def test_what_is_in_the_way_blocks_nobody(folder, tmp_path, capsys):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "delta_1.safetensors").write_text("precious")
-    root, path = folder.root, "nodes/a/delta_1.safetensors"
-    (root / path).mkdir(parents=True)           # a folder named like a coming delta
-    (root / path / "junk").write_text("junk")
-    folder.commit({path: b"1"})
-    assert folder.list("nodes/")[0][:2] == (path, 1) and (root / path).read_bytes() == b"1"
-    assert capsys.readouterr().out.count("in the way") == 1
-    folder.commit({}, [path])
-    (root / "nodes/a").rmdir()
-    (root / "nodes/a").write_text("a file where a folder has to be")
-    folder.commit({path: b"2"})
-    assert folder.read(path)[1] == b"2" == (root / path).read_bytes()
-    assert [p for p, _, _ in folder.list("nodes/")] == [path]
-    folder.commit({"nodes/a": b"3"})            # and the other way round
-    assert shown(root)["nodes/a"] == b"3" and [p for p, _, _ in folder.list("")] == ["nodes/a"]
-    folder.commit({}, ["nodes/a"])
-    # links are not followed, whatever they point at
-    (root / "nodes/b").symlink_to(outside)
-    (root / "global").symlink_to(outside)
-    (root / "README.md").symlink_to(outside / "delta_1.safetensors")
-    assert folder.list("") == [] and folder.read("README.md")[1] is None
-    path = "nodes/b/delta_1.safetensors"
-    for i in range(2):
-        folder.commit({path: b"4", diloco.STEP: b"{}", "README.md": b"page"})
-        folder.commit({}, [path, "README.md"])
-    assert [f.read_text() for f in outside.iterdir()] == ["precious"]
-    for name in ("new", "index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
-        victim = folder.own / name
-        victim.unlink(missing_ok=True)
-        victim.symlink_to(outside / "delta_1.safetensors")
-        assert folder.commit({"x": b"5"})
-        victim.unlink(missing_ok=True)
-        victim.mkdir()
-        assert folder.commit({"x": b"5"}) and folder.read("x")[1] == b"5"
-    (folder.own / "index.json").unlink()
-    os.mkfifo(folder.own / "index.json")        # a reader of it would wait for ever
-    (folder.own / "objects/junk").mkdir()
-    (folder.own / "junk").symlink_to(outside)
-    assert folder.commit({"x": b"6"}) and folder.read("x")[1] == b"6"
-    assert [f.read_text() for f in outside.iterdir()] == ["precious"]
-
-
-@pytest.mark.parametrize("name", [".hub", ".hub/objects", ".hub/lock"])
-def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(folder, tmp_path, name):
-    outside = tmp_path / "outside"
-    if name == ".hub/lock":
-        outside.write_text("precious")
-    else:
-        outside.mkdir()
-    place = folder.root / name
-    place.parent.mkdir(parents=True)
-    place.symlink_to(outside)
-    with pytest.raises(diloco.Refused, match="is a link"):
-        folder.commit({"x": b"1"})
-    assert outside.is_dir() and not any(outside.iterdir()) or outside.read_text() == "precious"
-    place.unlink()
-    if name == ".hub/lock":
-        place.mkdir()
-    else:
-        place.write_text("a file")
-    with pytest.raises(diloco.Refused) as e:
-        folder.commit({"x": b"1"})
-    assert str(place) in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_root_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    hub = diloco.FolderTransport(tmp_path / "file")
-    for verb, *args in (("head",), ("list", ""), ("read", "x"), ("commit", {"x": b"1"})):
-        with pytest.raises(diloco.Refused, match="file.*: (Not a directory|File exists)"):
-            getattr(hub, verb)(*args)
-
-
-def test_a_folder_of_the_first_edition_is_taken_over(folder, tmp_path):
-    root, victim = folder.root, tmp_path / "victim"
-    victim.write_text("precious")
-    for path, content in {diloco.STEP: b"{}", "nodes/a/delta_1.safetensors": b"1",
-                          "README.md": b"p", ".hub/version": b"12", ".hub/version.tmp": b"1",
-                          ".hub/staged_0": b"half a commit"}.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(content)
-    (root / ".hub/redo.json").write_text(json.dumps({
-        "version": "13", "add": {"../victim": "staged_0"}, "delete": ["../victim"]}))
-    version, tag = folder.head()
-    assert int(version) > 12 and tag == hashlib.sha256(b"{}").hexdigest()
-    assert folder.read("README.md") == (version, b"p") and len(folder.list("nodes/")) == 1
-    newer = folder.commit({"x": b"1"}, ["nodes/a/delta_1.safetensors"], expect=version)
-    assert int(newer) == int(version) + 1 and folder.list("nodes/") == []
-    assert victim.read_text() == "precious"
-    assert sorted(p.name for p in (root / ".hub").iterdir()) == ["index.json", "lock", "objects"]
-
-
-def test_who_may_only_read_needs_no_lock_and_writes_nothing(folder, tmp_path, monkeypatch):
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    bare = tmp_path / "bare"                    # visible files alone, as a copy without .hub
-    (bare / "global").mkdir(parents=True)
-    (bare / diloco.STEP).write_bytes(b"{}")
-    (folder.root / "nodes/a/x").write_text("by hand, not known yet")
-    trees = [sorted(path.rglob("*")) for path in (folder.root, bare)]
-
-    real_unlink = os.unlink
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-    with monkeypatch.context() as m:
-        m.setattr(os, "access", lambda path, mode: False)
-        for call in ("mkdir", "replace", "unlink", "rename"):
-            m.setattr(os, call, refuse)
-        m.setattr(diloco.FileLock, "acquire", refuse)
-        for root in (folder.root, bare):
-            reader = diloco.FolderTransport(root)
-            version, tag = reader.head()
-            assert tag == hashlib.sha256(b"{}").hexdigest()
-            assert reader.read(diloco.STEP) == (version, b"{}")
-            assert reader.list("global/") == [(diloco.STEP, 2, tag)]
-            to = tmp_path / f"to_{root.name}"
-            m.setattr(os, "unlink", lambda path: real_unlink(path) if path == to else refuse())
-            reader.fetch(diloco.STEP, version, to, tag)
-            assert to.read_bytes() == b"{}"
-            with pytest.raises(diloco.Refused, match="Permission denied"):
-                reader.commit({"x": b""})
-    assert [sorted(path.rglob("*")) for path in (folder.root, bare)] == trees
-    bare = diloco.FolderTransport(bare)         # with rights, it is taken over
-    assert bare.commit({"x": b"1"}, expect=bare.head()[0]) and bare.read(diloco.STEP)[1] == b"{}"
-
-
-def test_processes_that_write_to_one_folder_lose_nothing(tmp_path):
-    code = f"""
-import sys, diloco
-hub = diloco.FolderTransport({str(tmp_path / 'hub')!r})
-for i in range(40):
-    while True:
-        version, content = hub.read("count")
-        try:
-            hub.commit({{"count": str(int(content or 0) + 1).encode(),
-                        f"nodes/{{sys.argv[1]}}/{{i}}": b"x"}}, expect=version)
-            break
-        except diloco.Conflict:
-            pass
-"""
-    writers = [subprocess.Popen([sys.executable, "-c", code, name], cwd=HERE) for name in "ab"]
-    hub = diloco.FolderTransport(tmp_path / "hub")
-    while any(writer.poll() is None for writer in writers):
-        version, content = hub.read("count")        # a reader between them sees whole versions
-        assert int(content or 0) == int(version)
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert hub.read("count") == ("80", b"80") and len(hub.list("nodes/")) == 80
-
-
-def test_a_full_disk_leaves_the_version_before(folder, monkeypatch):
-    folder.commit({"a": b"old"})
-    real = diloco.FolderTransport.put
-    for what, made in ((".hub/objects", False), (".hub/index.json", False), ("b", True)):
-        def put(self, path):
-            if path.startswith(what):
-                raise OSError(28, "No space left on device", str(self.root / path))
-            real(self, path)
-        with monkeypatch.context() as m, pytest.raises(diloco.Unavailable, match="No space"):
-            m.setattr(diloco.FolderTransport, "put", put)
-            folder.commit({"a": b"new", "b": b"more"})
-        # once the index is there the commit is made, and the next reader shows it
-        assert folder.read("a") == (("2", b"new") if made else ("1", b"old"))
-    assert shown(folder.root) == {"a": b"new", "b": b"more"}
-
-
 def test_memory_and_time_of_a_round_do_not_grow_with_the_nodes(folder, tmp_path):
     code = f"""
 import sys, threading, time, torch
@@ -4741,6 +4397,334 @@ def test_pieces_of_a_tensor_are_coded_like_the_whole(monkeypatch):
             assert torch.equal(piece, wanted[name][rows])
         monkeypatch.undo()
 
+
+# ---- diloco.py: a folder as a repository
+# - a commit that is killed anywhere is made or not, and whoever comes next sees one version whole
+# - what people do to the visible files counts as a commit; what stands in a file's way is put aside
+# - no link is followed, and no name read from the disk leads out of the folder
+# - a damaged index, a folder of the first edition, one without hard links or rights: it goes on
+# - processes that write at once lose nothing; a full disk leaves the version before
+
+STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "open", "scandir", "lstat"]
+
+
+def shown(root):
+    """{path: content} of what people see in a folder."""
+    return {f.relative_to(root).as_posix(): f.read_bytes() for f in sorted(root.rglob("*"))
+            if f.is_file() and ".hub" not in f.relative_to(root).parts}
+
+
+def paths(hub, prefix=""):
+    return [path for path, _, _ in hub.list(prefix)]
+
+
+@pytest.mark.parametrize("call", STEPS)
+def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
+    """From its n-th call on, os.<call> is not done. Nothing is left over, and nothing of the killed
+    commit is taken for a change by hand."""
+    old = {"a": b"old", "nodes/x/b": b"old", "nodes/x/gone": b"gone", "twin": b"old"}
+    new = {"a": b"new", "nodes/x/b": b"new", "nodes/y/c": b"more", "twin": b"old"}
+    file, real, left = tmp_path / "more", getattr(os, call), 0
+    file.write_bytes(b"more")
+
+    def dies(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise Stop
+        return real(*args, **kwargs)
+    for n in range(1, 200):
+        root, left = tmp_path / f"{call}{n}", n
+        hub = diloco.FolderTransport(root)
+        hub.commit(old)
+        with monkeypatch.context() as m, contextlib.suppress(Stop):
+            m.setattr(os, call, dies)
+            hub.commit({"a": b"new", "nodes/x/b": b"new", "nodes/y/c": file}, ["nodes/x/gone"])
+        again = diloco.FolderTransport(root)
+        version, _ = again.read("a")
+        want = {"1": old, "2": new}[version]
+        assert all(again.read(path) == (version, content) for path, content in want.items())
+        assert paths(again) == sorted(want) and shown(root) == want
+        assert again.commit({"d": b"next"}, expect=version) == str(int(version) + 1)
+        assert shown(root) == {**want, "d": b"next"}
+        assert sorted(os.listdir(root / ".hub")) == ["index.json", "lock", "objects"]
+        assert len(os.listdir(root / ".hub/objects")) == len({*want.values(), b"next"})
+        if left > 0:
+            break
+    assert n > 1 or call == "rename"
+
+
+def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path):
+    root = folder.root
+    folder.commit({"README.md": b"page", "global/step_count.json": b"{}", "nodes/a/x": b"x",
+                   "model.safetensors": b"weights"})
+    (root / "README.md").write_text("my own page")          # in place, as some editors do
+    assert folder.read("README.md") == ("2", b"my own page")
+    (root / "nodes/b").mkdir()
+    (tmp_path / "put").write_bytes(b"by hand")
+    os.replace(tmp_path / "put", root / "nodes/b/delta_1.safetensors")
+    (root / "nodes/a/x").unlink()
+    ((path, size, tag),) = folder.list("nodes")
+    assert (path, size) == ("nodes/b/delta_1.safetensors", 7)
+    folder.fetch(path, None, tmp_path / "to", tag)
+    assert (tmp_path / "to").read_bytes() == b"by hand"
+    with pytest.raises(diloco.Conflict):
+        folder.commit({"y": b""}, expect="2")
+    head = folder.head()
+    (root / "global/step_count.json").unlink()
+    assert folder.head()[0] > head[0] and folder.head()[1] == "" and not folder.read(diloco.STEP)[1]
+    # touched or copied is not changed: the version stays
+    version, _ = folder.head()
+    os.utime(root / "README.md", ns=(1, 1))
+    (tmp_path / "copy").write_bytes((root / "model.safetensors").read_bytes())
+    os.replace(tmp_path / "copy", root / "model.safetensors")
+    assert folder.read("README.md") == (version, b"my own page")
+    # other files beside are none of the hub's: it may be given a folder that holds more
+    (root / "more").mkdir()
+    (root / "notes.txt").write_text("mine")
+    (root / "more/notes.txt").write_text("mine")
+    assert paths(folder) == ["README.md", "model.safetensors", path]
+    assert folder.commit({}, ["model.safetensors"], expect=version) == str(int(version) + 1)
+    assert sorted(shown(root)) == ["README.md", "more/notes.txt", path, "notes.txt"]
+    # a damaged object: as long as nobody could notice it by size and time, its hash tells
+    status = (root / path).stat()
+    (root / path).write_bytes(b"by HAND")
+    os.utime(root / path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(diloco.Refused, match="is damaged"):
+        folder.read(path)
+    with pytest.raises(diloco.Unavailable, match="is not what"):
+        folder.fetch(path, None, tmp_path / "to", tag)
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypatch):
+    def link(*args, **kwargs):
+        raise OSError(95, "Operation not supported")
+    file, hashed = tmp_path / "file", []
+    file.write_bytes(b"weights")
+    files = {diloco.WEIGHTS: b"weights", diloco.MODEL: b"weights", diloco.STEP: b"{}"}
+    with monkeypatch.context() as m:
+        m.setattr(os, "link", link)
+        folder.commit({diloco.WEIGHTS: file, diloco.MODEL: file, diloco.STEP: b"{}"})
+        assert shown(folder.root) == files
+        m.setattr(diloco, "sha256", hashed.append)
+        assert folder.read(diloco.STEP) == ("1", b"{}") and paths(folder) and not hashed
+    (folder.root / diloco.MODEL).write_bytes(b"mine")
+    ((_, size, tag), *_), version = folder.list("global/"), folder.head()[0]
+    folder.fetch(diloco.WEIGHTS, version, tmp_path / "to", tag)
+    assert folder.read(diloco.MODEL) == ("2", b"mine") and size == 7 and version == "2"
+    assert (tmp_path / "to").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("bad", ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim",
+                                 "nodes\\..\\victim", ".hub/lock", ".HUB/lock", "nodes//x", "./x",
+                                 "nodes/..", "", "a\nb", "x" * 300, "nodes/x. /y"])
+def test_no_name_read_from_the_disk_leads_out_of_the_folder(folder, tmp_path, bad):
+    victim, index = tmp_path / "victim", folder.own / "index.json"
+    victim.write_text("precious")
+    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
+    good = index.read_bytes()
+    entry = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
+    for hostile in ({"version": 1, "files": {bad: entry}}, {"version": 1, "stale": [bad]}):
+        index.write_text(json.dumps(hostile))
+        for work in (folder.head, lambda: folder.read(diloco.STEP), lambda: folder.list(""),
+                     lambda: folder.fetch("nodes/a/x", None, tmp_path / "to"),
+                     lambda: folder.commit({"x": b""}), lambda: diloco.status(folder)):
+            with pytest.raises(diloco.Refused, match="tampered") as e:
+                work()
+            assert "\n" not in str(e.value) and "index.json" in str(e.value)
+    for add, delete in ({bad: b""}, ()), ({f"{bad}/x": b""}, ()), ({}, [bad]):
+        with pytest.raises(diloco.Refused, match="no path in the repository"):
+            folder.commit(add, delete)
+    index.unlink()
+    assert folder.read(diloco.STEP)[1] == b"{}"
+    index.write_bytes(good)
+    # a hash that comes from a file of somebody else is no path either
+    for tag in ("../../../victim", str(victim)):
+        with pytest.raises(diloco.Unavailable):
+            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
+    assert victim.read_text() == "precious"
+
+
+ENTRY = b'{"version": 1, "files": {"a": {"sha256": %s, "size": 1, "mtime": %s}}}'
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", b'{"version": -1}',
+    b'{"version": "1"}', b'{"version": 1.5}', b'{"version": 1, "files": {"a": 1}}',
+    ENTRY % (b'"x"', b"1"), ENTRY % (b"5", b"1"), ENTRY % (b'"%s"' % (b"a" * 64), b"null"),
+    b'{"version": 1, "stale": [5]}'])
+def test_a_damaged_index_is_made_again_from_the_files_that_are_there(folder, capsys, content):
+    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1", "config.json": b"2"})
+    before = shown(folder.root)
+    (folder.own / "index.json").write_bytes(content)
+    again = diloco.FolderTransport(folder.root)
+    assert again.read(diloco.STEP)[1] == b"{}" and "cannot be read" in capsys.readouterr().out
+    assert paths(again, "nodes/") == ["nodes/a/x"]
+    version, _ = again.head()
+    assert again.commit({"config.json": b"3"}, expect=version) == str(int(version) + 1)
+    assert shown(folder.root) == {**before, "config.json": b"3"}
+
+
+def test_what_is_in_the_way_blocks_nobody(folder, capsys):
+    root, path = folder.root, "nodes/a/delta_1.safetensors"
+    (root / path).mkdir(parents=True)           # a folder named like a coming delta
+    (root / path / "junk").write_text("junk")
+    folder.commit({path: b"1"})
+    assert folder.list("nodes/")[0][:2] == (path, 1) and (root / path).read_bytes() == b"1"
+    assert capsys.readouterr().out.count("in the way") == 1
+    folder.commit({}, [path])
+    (root / "nodes/a").rmdir()
+    (root / "nodes/a").write_text("a file where a folder has to be")
+    folder.commit({path: b"2"})
+    assert folder.read(path)[1] == b"2" == (root / path).read_bytes()
+    folder.commit({"nodes/a": b"3"})            # and the other way round
+    assert shown(root)["nodes/a"] == b"3" and paths(folder) == ["nodes/a"]
+
+
+def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
+    outside, root, path = tmp_path / "outside", folder.root, "nodes/b/delta_1.safetensors"
+    outside.mkdir()
+    (outside / "delta_1.safetensors").write_text("precious")
+    (root / "nodes").mkdir(parents=True)
+    (root / "nodes/b").symlink_to(outside)
+    (root / "global").symlink_to(outside)
+    (root / "README.md").symlink_to(outside / "delta_1.safetensors")
+    assert folder.list("") == [] and folder.read("README.md")[1] is None
+    for i in range(2):
+        folder.commit({path: b"4", diloco.STEP: b"{}", "README.md": b"page"})
+        folder.commit({}, [path, "README.md"])
+    for name in ("new", "index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
+        victim = folder.own / name
+        victim.unlink(missing_ok=True)
+        victim.symlink_to(outside / "delta_1.safetensors")
+        assert folder.commit({"x": b"5"})
+        victim.unlink(missing_ok=True)
+        victim.mkdir()
+        assert folder.commit({"x": b"5"}) and folder.read("x")[1] == b"5"
+    (folder.own / "index.json").unlink()
+    os.mkfifo(folder.own / "index.json")        # a reader of it would wait for ever
+    (folder.own / "objects/junk").mkdir()
+    (folder.own / "junk").symlink_to(outside)
+    assert folder.commit({"x": b"6"}) and folder.read("x")[1] == b"6"
+    assert [f.read_text() for f in outside.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("name", [".hub", ".hub/objects", ".hub/lock"])
+def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(folder, tmp_path, name):
+    outside, place = tmp_path / "outside", folder.root / name
+    if name == ".hub/lock":
+        outside.write_text("precious")
+    else:
+        outside.mkdir()
+    place.parent.mkdir(parents=True)
+    place.symlink_to(outside)
+    with pytest.raises(diloco.Refused, match="is a link"):
+        folder.commit({"x": b"1"})
+    assert outside.is_dir() and not any(outside.iterdir()) or outside.read_text() == "precious"
+    place.unlink()
+    if name == ".hub/lock":
+        place.mkdir()
+    else:
+        place.write_text("a file")
+    with pytest.raises(diloco.Refused) as e:
+        folder.commit({"x": b"1"})
+    assert str(place) in str(e.value) and "\n" not in str(e.value)
+    hub = diloco.FolderTransport(tmp_path / "file")
+    hub.root.write_text("no folder")
+    for verb, *args in (("head",), ("list", ""), ("read", "x"), ("commit", {"x": b"1"})):
+        with pytest.raises(diloco.Refused, match="file.*: (Not a directory|File exists)"):
+            getattr(hub, verb)(*args)
+
+
+def test_a_folder_of_the_first_edition_is_taken_over(folder, tmp_path):
+    root, victim, delta = folder.root, tmp_path / "victim", "nodes/a/delta_1.safetensors"
+    victim.write_text("precious")
+    redo = json.dumps({"version": "13", "add": {"../victim": "staged_0"}, "delete": ["../victim"]})
+    for path, content in {diloco.STEP: b"{}", delta: b"1", "README.md": b"p",
+                          ".hub/version": b"12", ".hub/version.tmp": b"1",
+                          ".hub/staged_0": b"half a commit", ".hub/redo.json": redo.encode()}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+    version, tag = folder.head()
+    assert int(version) > 12 and tag == hashlib.sha256(b"{}").hexdigest()
+    assert folder.read("README.md") == (version, b"p") and paths(folder, "nodes/") == [delta]
+    newer = folder.commit({"x": b"1"}, [delta], expect=version)
+    assert int(newer) == int(version) + 1 and folder.list("nodes/") == []
+    assert victim.read_text() == "precious"
+    assert sorted(os.listdir(root / ".hub")) == ["index.json", "lock", "objects"]
+
+
+def test_who_may_only_read_needs_no_lock_and_writes_nothing(folder, tmp_path, monkeypatch):
+    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
+    bare = tmp_path / "bare"                    # visible files alone, as a copy without .hub
+    (bare / "global").mkdir(parents=True)
+    (bare / diloco.STEP).write_bytes(b"{}")
+    (folder.root / "nodes/a/x").write_text("by hand, not known yet")
+    trees = [sorted(path.rglob("*")) for path in (folder.root, bare)]
+    real_unlink = os.unlink
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+    with monkeypatch.context() as m:
+        m.setattr(os, "access", lambda path, mode: False)
+        for call in ("mkdir", "replace", "unlink", "rename"):
+            m.setattr(os, call, refuse)
+        m.setattr(diloco.FileLock, "acquire", refuse)
+        for root in (folder.root, bare):
+            reader = diloco.FolderTransport(root)
+            version, tag = reader.head()
+            assert tag == hashlib.sha256(b"{}").hexdigest()
+            assert reader.read(diloco.STEP) == (version, b"{}")
+            assert reader.list("global/") == [(diloco.STEP, 2, tag)]
+            to = tmp_path / f"to_{root.name}"
+            m.setattr(os, "unlink", lambda path: real_unlink(path) if path == to else refuse())
+            reader.fetch(diloco.STEP, version, to, tag)
+            assert to.read_bytes() == b"{}"
+            with pytest.raises(diloco.Refused, match="Permission denied"):
+                reader.commit({"x": b""})
+    assert [sorted(path.rglob("*")) for path in (folder.root, bare)] == trees
+    bare = diloco.FolderTransport(bare)         # with rights, it is taken over
+    assert bare.commit({"x": b"1"}, expect=bare.head()[0]) and bare.read(diloco.STEP)[1] == b"{}"
+
+
+def test_processes_that_write_to_one_folder_lose_nothing(tmp_path):
+    code = f"""
+import sys, diloco
+hub = diloco.FolderTransport({str(tmp_path / 'hub')!r})
+for i in range(40):
+    while True:
+        version, content = hub.read("count")
+        try:
+            hub.commit({{"count": str(int(content or 0) + 1).encode(),
+                        f"nodes/{{sys.argv[1]}}/{{i}}": b"x"}}, expect=version)
+            break
+        except diloco.Conflict:
+            pass
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", code, name], cwd=HERE) for name in "ab"]
+    hub = diloco.FolderTransport(tmp_path / "hub")
+    while any(writer.poll() is None for writer in writers):
+        version, content = hub.read("count")        # a reader between them sees whole versions
+        assert int(content or 0) == int(version)
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert hub.read("count") == ("80", b"80") and len(hub.list("nodes/")) == 80
+
+
+def test_a_full_disk_leaves_the_version_before(folder, monkeypatch):
+    folder.commit({"a": b"old"})
+    real = diloco.FolderTransport.put
+    for what, made in ((".hub/objects", False), (".hub/index.json", False), ("b", True)):
+        def put(self, path):
+            if path.startswith(what):
+                raise OSError(28, "No space left on device", str(self.root / path))
+            real(self, path)
+        with monkeypatch.context() as m, pytest.raises(diloco.Unavailable, match="No space"):
+            m.setattr(diloco.FolderTransport, "put", put)
+            folder.commit({"a": b"new", "b": b"more"})
+        # once the index is there the commit is made, and the next reader shows it
+        assert folder.read("a") == (("2", b"new") if made else ("1", b"old"))
+    assert shown(folder.root) == {"a": b"new", "b": b"more"}
 
 # ---- diloco.py: codecs and updates
 
