@@ -2818,9 +2818,9 @@ class LoopbackHub(ThreadingHTTPServer):
     """Enough of the Hub for huggingface_hub without Xet: model repos, LFS, atomic commits.
 
     `faults`: dicts with method, path (regexes), action (a status, "reset", "lose" the answer,
-    "corrupt", "hang") and count; the first that fits is used up by one. `latency` (s a request) and
-    `rate` (bytes a second of one connection) make it far away. `moves`, {old name: (status, new
-    name)}, sends on to repositories that have been renamed.
+    "corrupt", seconds to hang) and count; the first that fits is used up by one. `latency` (s a
+    request) and `rate` (bytes a second of one connection) make it far away. `moves`, {old name:
+    (status, new name)}, sends on to repositories that have been renamed.
     """
     daemon_threads, latency, rate = True, 0.0, math.inf
 
@@ -2838,6 +2838,23 @@ class LoopbackHub(ThreadingHTTPServer):
         sha = hashlib.sha1(os.urandom(8)).hexdigest()
         self.repos.setdefault(repo, []).append((sha, files))
         return sha
+
+    def at(self, repo, revision):
+        """(commit, {path: sha256})"""
+        if repo not in self.repos:
+            raise LookupError("RepoNotFound")
+        for sha, files in reversed(self.repos[repo]):
+            if revision in ("main", sha):
+                return sha, files
+        raise LookupError("RevisionNotFound")
+
+    def info(self, path, oid):
+        data = self.objects[oid]
+        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        info = {"type": "file", "path": path, "size": len(data), "oid": git}
+        if path.endswith(".safetensors"):
+            info["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
+        return info
 
     def fault(self, method, path, action, count=1, says=None, **headers):
         self.faults.append(dict(method=method, path=path, action=action, count=count, says=says,
@@ -2857,6 +2874,10 @@ class Answer(BaseHTTPRequestHandler):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.answer = status, body, headers
 
+    def error(self, status, code=None, says=None, **headers):
+        self.send(status, {"error": says or f"status {status}"}, **headers,
+                  **({"X_Error_Code": code, "X_Error_Message": code} if code else {}))
+
     def reply(self, status, body, headers):
         if self.action == "lose":
             self.connection.shutdown(2)
@@ -2872,140 +2893,125 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.server.bytes["out"] += len(body)
 
-    def error(self, status, code=None, says=None, **headers):
-        self.send(status, {"error": says or f"status {status}"}, **headers,
-                  **({"X_Error_Code": code, "X_Error_Message": code} if code else {}))
-
     def handle_one(self):
-        hub, self.action = self.server, None
-        url = urlsplit(self.path)
-        path, query = unquote(url.path), parse_qs(url.query)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.bytes["in"] += len(body)
-        time.sleep(hub.latency + len(body) / hub.rate)
+        hub, url = self.server, urlsplit(self.path)
+        path, self.query = unquote(url.path), parse_qs(url.query)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.bytes["in"] += len(self.body)
+        time.sleep(hub.latency + len(self.body) / hub.rate)
         route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
         hub.counts[f"{self.command} {route}"] += 1
-        for fault in hub.faults:
-            if (fault["count"] and re.search(fault["method"], self.command)
-                    and re.search(fault["path"], path)):
-                fault["count"] -= 1
-                self.action = fault["action"]
-                if self.action == "reset":
-                    return self.connection.shutdown(2)
-                if isinstance(self.action, float):
-                    time.sleep(self.action)
-                break
-        moved = [(old, *new) for old, new in hub.moves.items()
-                 if re.search(rf"/{old}(?=[/.]|$)", path)]
+        fault = next((f for f in hub.faults if f["count"] and re.search(f["method"], self.command)
+                      and re.search(f["path"], path)), {"action": None, "count": 0})
+        fault["count"] -= 1
+        self.action = fault["action"]
+        if self.action == "reset":
+            return self.connection.shutdown(2)
+        if isinstance(self.action, float):
+            time.sleep(self.action)
+        moved = [old for old in hub.moves if re.search(rf"/{old}(?=[/.]|$)", path)]
         if isinstance(self.action, int):
             self.error(self.action, says=fault["says"], **fault["headers"])
         elif moved:
-            old, status, new = moved[0]
-            self.send(status, Location=self.path.replace(f"/{old}", f"/{new}", 1))
+            status, new = hub.moves[moved[0]]
+            self.send(status, Location=self.path.replace(f"/{moved[0]}", f"/{new}", 1))
         else:
             with hub.guard:
-                self.route(hub, path, query, body)
+                self.route(hub, path)
         self.reply(*self.answer)        # outside: nobody waits for another's download
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_one
 
-    def at(self, hub, repo, revision):
-        if repo not in hub.repos:
-            raise LookupError("RepoNotFound")
-        for sha, files in reversed(hub.repos[repo]):
-            if revision in ("main", sha):
-                return sha, files
-        raise LookupError("RevisionNotFound")
+    def route(self, hub, path):
+        routes = {r"/api/repos/create": self.create, r"/lfs/(\w+)": self.upload,
+                  r"/api/validate-yaml": lambda: self.send(200, {}),
+                  r"/.+/.+\.git/info/lfs/objects/batch": self.batch,
+                  r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)": self.resolve,
+                  r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.*))?)?": self.repository}
+        for pattern, answer in routes.items():
+            if match := re.fullmatch(pattern, path):
+                try:
+                    return answer(*match.groups())
+                except LookupError as e:
+                    return self.error(404, e.args[0])
+        self.error(404)
 
-    def info(self, path, oid):
-        data = self.server.objects[oid]
-        lfs = path.endswith(".safetensors")
-        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        return {"type": "file", "path": path, "size": len(data), "oid": git,
-                **({"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}} if lfs else {})}
+    def create(self):
+        made, hub = json.loads(self.body), self.server
+        name = f"{made.get('organization') or 'me'}/{made['name']}"
+        status = 409 if name in hub.repos else 200
+        if status == 200:
+            hub.push(name, {})
+        self.send(status, {"url": f"{hub.url}/{name}", "id": name})
 
-    def route(self, hub, path, query, body):
-        try:
-            if path == "/api/repos/create":
-                made = json.loads(body)
-                name = f"{made.get('organization') or 'me'}/{made['name']}"
-                status = 409 if name in hub.repos else 200
-                if status == 200:
-                    hub.push(name, {})
-                return self.send(status, {"url": f"{hub.url}/{name}", "id": name})
-            if path == "/api/validate-yaml":
-                return self.send(200, {})
-            if match := re.fullmatch(r"/lfs/(\w+)", path):
-                assert hashlib.sha256(body).hexdigest() == match[1]
-                hub.objects[match[1]] = body
-                return self.send(200)
-            if match := re.fullmatch(r"/(.+/.+)\.git/info/lfs/objects/batch", path):
-                return self.send(200, {"transfer": "basic", "objects": [
-                    o if o["oid"] in hub.objects else     # there already: nothing to do
-                    {**o, "actions": {"upload": {"href": f"{hub.url}/lfs/{o['oid']}"}}}
-                    for o in json.loads(body)["objects"]]},
-                    Content_Type="application/vnd.git-lfs+json")
-            if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-                sha, files = self.at(hub, match[1], match[2])
-                if match[3] not in files:
-                    return self.error(404, "EntryNotFound", X_Repo_Commit=sha)
-                info = self.info(match[3], files[match[3]])
-                return self.send(200, hub.objects[files[match[3]]], X_Repo_Commit=sha,
-                                 ETag=f'"{files[match[3]] if "lfs" in info else info["oid"]}"')
-            match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.*))?)?", path)
-            if not match:
-                return self.error(404)
-            repo, verb, revision, rest = match.groups()
-            sha, files = self.at(hub, repo, revision or "main")
-            if (verb in ("preupload", "commit", "super-squash")) != (self.command == "POST"):
-                return self.error(405)
-            if verb in (None, "revision"):
-                return self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True,
-                                       "tags": []})
-            if verb == "tree":
-                under = [self.info(p, o) for p, o in sorted(files.items())
-                         if p.startswith(f"{rest}/" if rest else "")]
-                if not under:
-                    return self.error(404, "EntryNotFound")
-                first = int(query.get("cursor", ["0"])[0])
-                more = {"Link": f'<{hub.url}{path}?recursive=true&cursor={first + 100}>; '
-                                f'rel="next"'}
-                return self.send(200, under[first:first + 100],
-                                 **(more if len(under) > first + 100 else {}))
-            if verb == "paths-info":
-                wanted = (json.loads(body)["paths"] if body[:1] == b"{"
-                          else parse_qs(body.decode())["paths"])
-                return self.send(200, [self.info(p, files[p]) for p in wanted if p in files])
-            if verb == "preupload":
-                return self.send(200, {"files": [
-                    {"path": f["path"], "shouldIgnore": False,
-                     "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
-                    for f in json.loads(body)["files"]]})
-            if verb == "super-squash":
-                hub.repos[repo] = []
-                return self.send(200, {"commitId": hub.push(repo, files)})
-            if verb == "commit":
-                files = dict(files)
-                for line in map(json.loads, body.splitlines()):
-                    value = line["value"]
-                    if line["key"] == "header" and value.get("parentCommit") not in (None, sha):
-                        return self.error(412)
-                    if line["key"] == "file":
-                        data = base64.b64decode(value["content"])
-                        oid = hashlib.sha256(data).hexdigest()
-                        hub.objects[oid], files[value["path"]] = data, oid
-                    if line["key"] == "lfsFile":
-                        files[value["path"]] = value["oid"]
-                    if line["key"] == "deletedFile":
-                        if value["path"] not in files:
-                            return self.error(404, "EntryNotFound")
-                        del files[value["path"]]
-                sha = hub.push(repo, files)
-                return self.send(200, {"success": True, "commitOid": sha,
-                                       "commitUrl": f"{hub.url}/{repo}/commit/{sha}"})
-            return self.error(404)
-        except LookupError as e:
-            return self.error(404, e.args[0])
+    def upload(self, oid):
+        assert hashlib.sha256(self.body).hexdigest() == oid
+        self.server.objects[oid] = self.body
+        self.send(200)
+
+    def batch(self):
+        hub, objects = self.server, json.loads(self.body)["objects"]
+        for o in objects:
+            if o["oid"] not in hub.objects:     # else it is there: nothing to do
+                o["actions"] = {"upload": {"href": f"{hub.url}/lfs/{o['oid']}"}}
+        self.send(200, {"transfer": "basic", "objects": objects},
+                  Content_Type="application/vnd.git-lfs+json")
+
+    def resolve(self, repo, revision, path):
+        sha, files = self.server.at(repo, revision)
+        if path not in files:
+            return self.error(404, "EntryNotFound", X_Repo_Commit=sha)
+        info = self.server.info(path, files[path])
+        self.send(200, self.server.objects[files[path]], X_Repo_Commit=sha,
+                  ETag=f'"{files[path] if "lfs" in info else info["oid"]}"')
+
+    def repository(self, repo, verb, revision, rest):
+        hub = self.server
+        sha, files = hub.at(repo, revision or "main")
+        if (verb in ("preupload", "commit", "super-squash")) != (self.command == "POST"):
+            self.error(405)
+        elif verb in (None, "revision"):
+            self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []})
+        elif verb == "tree":
+            self.tree([hub.info(p, o) for p, o in sorted(files.items())
+                       if p.startswith(f"{rest}/" if rest else "")])
+        elif verb == "preupload":
+            self.send(200, {"files": [
+                {"path": f["path"], "shouldIgnore": False,
+                 "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
+                for f in json.loads(self.body)["files"]]})
+        elif verb == "super-squash":
+            hub.repos[repo] = []
+            self.send(200, {"commitId": hub.push(repo, files)})
+        elif verb == "commit":
+            self.commit(repo, sha, dict(files))
+        else:
+            self.error(404)
+
+    def tree(self, under):
+        if not under:
+            return self.error(404, "EntryNotFound")
+        first = int(self.query.get("cursor", ["0"])[0])
+        url = f"{self.server.url}{self.path.partition('?')[0]}?recursive=true&cursor={first + 100}"
+        more = {"Link": f'<{url}>; rel="next"'} if len(under) > first + 100 else {}
+        self.send(200, under[first:first + 100], **more)
+
+    def commit(self, repo, sha, files):
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header" and value.get("parentCommit") not in (None, sha):
+                return self.error(412)
+            if line["key"] == "file":
+                data = base64.b64decode(value["content"])
+                oid = files[value["path"]] = hashlib.sha256(data).hexdigest()
+                self.server.objects[oid] = data
+            if line["key"] == "lfsFile":
+                files[value["path"]] = value["oid"]
+            if line["key"] == "deletedFile" and files.pop(value["path"], None) is None:
+                return self.error(404, "EntryNotFound")
+        sha = self.server.push(repo, files)
+        self.send(200, {"success": True, "commitOid": sha,
+                        "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"})
 
 
 @pytest.fixture(scope="session", autouse=True)
