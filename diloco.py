@@ -75,8 +75,8 @@ DELTA = re.compile(r"nodes/([^/]+)/delta_(\d{1,18})\.safetensors")
 DEFAULTS = dict(            # a setting that is not given; config.py explains each
     node_id="", hub="./runs/hub", bucket="auto", private=True, license="", inner_steps=50,
     outer_lr=0.7, outer_momentum=0.9, outer_warmup=20, round_timeout=0.0, poll_interval=0.0,
-    codec="int4", commits_per_hour=100, wait=False, max_pending=4, join_warmup=20, max_norm_ratio=10.0,
-    keyframe_every=10, squash_gb=20.0, max_outer_steps=0, status=False)
+    codec="int4", commits_per_hour=100, wait=False, max_pending=4, join_warmup=20,
+    max_norm_ratio=10.0, keyframe_every=10, squash_gb=20.0, max_outer_steps=0, status=False)
 
 ACTIVE_ROUNDS = 4           # a node that contributed to none of this many rounds is not waited for
 FORGET_AFTER = 7 * 86400    # s after which a node that sends nothing leaves the state
@@ -848,15 +848,16 @@ def path_of(name: str) -> tuple[str, str]:
     return (match[1] + (match[3] or ""), match[2]) if match else (name, "")
 
 
-def why_no_bucket(hub) -> str:
-    """What a client lacks to use buckets, if anything."""
+def require_buckets(hub):
+    """Raises Refused if the client cannot use them."""
     if not hasattr(hub.HfApi, "batch_bucket_files"):
-        return "huggingface_hub is older than 1.5"
+        raise Refused("buckets need huggingface_hub 1.5: pip install -U huggingface_hub")
     try:
         importlib.import_module("hf_xet")
     except ImportError:
-        return "the package hf_xet is missing"
-    return "HF_HUB_DISABLE_XET is set" if hub.constants.HF_HUB_DISABLE_XET else ""
+        raise Refused("buckets need the package hf_xet: pip install hf_xet") from None
+    if hub.constants.HF_HUB_DISABLE_XET:
+        raise Refused("buckets need Xet: unset HF_HUB_DISABLE_XET")
 
 
 class HubTransport:
@@ -880,12 +881,12 @@ class HubTransport:
         self.hub, self.name, self.api = hub, repo, hub.HfApi()
         self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
-        self.is_master, self.private, self.bucket = create, private, ""
-        self.spoilt = Counter()         # how often a file has arrived damaged
-        self.looks = itertools.count()
+        self.is_master, self.private = False, private
+        self.bucket = None              # its name, or ""; not known before a state is read
         self.named = set()              # the objects that the state names
         self.seen = {}                  # {object: its path}, as listed last
-        self.dead = set()               # objects that are to be deleted
+        self.spoilt = Counter()         # how often a file has arrived damaged
+        self.looks = itertools.count()
         hub.set_client_factory(self.client)
         hub.utils.disable_progress_bars()
         hub.utils.logging.set_verbosity_error()     # what goes wrong is told here, once
@@ -900,15 +901,15 @@ class HubTransport:
     def create(self, bucket: str):
         with self.errors():
             self.api.create_repo(self.repo, private=self.private, exist_ok=True)
-        # a swarm that runs keeps what its state says
-        if bucket and self.read(STEP)[1] is None:
-            self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
+        if self.read(STEP)[1] is None:      # a swarm that runs keeps what its state says
+            self.bucket = ""
+            if bucket:
+                self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
 
     def begin_bucket(self, name: str):
         """Use a bucket for a new swarm. Where there can be none, the repository alone will do."""
         try:
-            if reason := why_no_bucket(self.hub):
-                raise Refused(reason)
+            require_buckets(self.hub)
             self.create_bucket(name)
             self.bucket = name
         except Refused as e:
@@ -975,17 +976,18 @@ class HubTransport:
         errors, response = self.hub.errors, getattr(e, "response", None)
         words = " ".join((getattr(e, "server_message", None) or str(e)).split())
         words = re.split(r" for url| \(Request ID| For more", words)[0]
-        status, told = 0, f"{type(e).__name__} {words[:160]}"
-        if response is not None:
-            status, told = response.status_code, f"{response.status_code} {words[:160]}"
-        elif number := re.search(r"\b(401|403)\b", words):      # hf_xet tells a status in words
-            status = int(number[0])
-        told = f"{self.repo}: {told}".rstrip(".")
+        # hf_xet tells a status in words only
+        by_words = re.search(r"\b(401|403|404)\b", words) if response is None else None
+        status = int(by_words[0]) if by_words else getattr(response, "status_code", 0)
+        kind = type(e).__name__ if response is None else status
+        told = f"{self.repo}: {kind} {words[:160]}".rstrip(".")
         if isinstance(e, errors.OfflineModeIsEnabled):
             return Refused(f"{self.repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset "
                            f"it, or use a folder (--hub=./runs/hub)")
-        if isinstance(e, getattr(errors, "BucketNotFoundError", ())):
-            return NoBucket(f"{self.bucket}: the bucket is gone; a master that runs makes it again")
+        # an upload to a bucket that is not there, or not for this token, is a 404 in words
+        if (isinstance(e, getattr(errors, "BucketNotFoundError", ()))
+                or by_words and status == 404 and self.bucket):
+            return self.no_bucket()
         if isinstance(e, getattr(errors, "BucketBatchError", ())):
             return Unavailable(f"{self.bucket}: not all was done: {words[:160]}")
         if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
@@ -1010,6 +1012,12 @@ class HubTransport:
             return Refused(told)
         return Unavailable(told, self.asked_for(status, response))
 
+    def no_bucket(self) -> Exception:
+        told = (f"{self.bucket}: there is no such bucket, or none that this token may write to; a "
+                f"master that runs makes it again")
+        self.denied += 1
+        return NoBucket(told, 10.0 * self.denied) if self.denied <= DENIALS else Refused(told)
+
     @staticmethod
     def asked_for(status: int, response) -> float:
         """The seconds to wait that an answer asks for."""
@@ -1024,6 +1032,8 @@ class HubTransport:
 
     def holds(self, path: str) -> bool:
         """Whether the bucket does."""
+        if self.bucket is None:
+            self.read(STEP)
         return bool(self.bucket and IN_BUCKET.match(path))
 
     def head(self):
@@ -1046,9 +1056,8 @@ class HubTransport:
             self.named = {object_name(path, file["sha256"]) for path, file in files}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
-        if bucket and (reason := why_no_bucket(self.hub)):
-            raise Refused(f"this swarm uses the bucket {bucket}, but {reason}: "
-                          f"pip install -U huggingface_hub hf_xet")
+        if bucket:
+            require_buckets(self.hub)
         self.bucket = bucket
 
     def fetch(self, path: str, version, to: Path, tag: str = ""):
@@ -1079,14 +1088,10 @@ class HubTransport:
         version = expect or ""
         if files or deletions:
             version = self.repo_commit(files, deletions, commit_of(expect), message)
-        self.dead |= {name for name, there in self.seen.items() if there in delete}
         if STEP in add:
-            # what a state does not name is garbage; but what came since the last listing may be
-            # of a coming state
+            self.is_master = True
             self.learn(add[STEP])
-            self.dead |= {name for name, there in self.seen.items()
-                          if there.startswith("global/") and name not in self.named}
-        self.bucket_delete()
+        self.bucket_delete(delete, STEP in add)
         return version
 
     # in the bucket
@@ -1104,11 +1109,9 @@ class HubTransport:
         tree = [item for item in tree if hasattr(item, "size")]
         self.seen = {name: path for name, path in self.seen.items() if not name.startswith(prefix)}
         self.seen |= {item.path: path_of(item.path)[0] for item in tree}
-        self.dead &= self.seen.keys()
         # of two objects for one path the one that the state names counts, else the newer one
         tree.sort(key=lambda item: (item.path in self.named, str(item.uploaded_at)))
-        found = {self.seen[item.path]: (item.size, path_of(item.path)[1])
-                 for item in tree if item.path not in self.dead}
+        found = {self.seen[item.path]: (item.size, path_of(item.path)[1]) for item in tree}
         return [(path, *found[path]) for path in sorted(found)]
 
     def bucket_get(self, path: str, digest: str, folder: Path) -> Path:
@@ -1118,38 +1121,36 @@ class HubTransport:
             known = {there: tag for there, _, tag in self.bucket_list(os.path.dirname(path))}
             digest = known.get(path, "")
         name, file = quote(object_name(path, digest)), folder / "object"
-        with self.errors(), open(file, "wb") as f:
-            http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
-                     headers=self.hub.utils.build_hf_headers())
+        try:
+            with self.errors(), open(file, "wb") as f:
+                http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
+                         headers=self.hub.utils.build_hf_headers())
+        except NoRepository as e:
+            raise self.no_bucket() from e
         return file
 
     def bucket_put(self, objects: dict):
-        """Write objects; what fails of a batch goes once more."""
-        add = {}
+        """Write objects. A batch that failed in part is repeated, which uploads nothing again."""
+        add = []
         for path, content in objects.items():
             data = isinstance(content, bytes)
             digest = hashlib.sha256(content).hexdigest() if data else sha256(content)
-            add[object_name(path, digest)] = content if data else str(content)
-            self.seen[object_name(path, digest)] = path
-        if not add:
-            return
-        with self.errors():
-            try:
-                self.api.batch_bucket_files(self.bucket, add=[(v, k) for k, v in add.items()])
-            except self.hub.errors.HfHubHTTPError as e:
-                failed = [failure["path"] for failure in getattr(e, "failures", ())]
-                if not failed:
-                    raise
-                self.api.batch_bucket_files(self.bucket, add=[(add[k], k) for k in failed])
-        self.committed, self.denied = True, 0
+            add.append((content if data else str(content), object_name(path, digest)))
+        if add:
+            with self.errors():
+                self.api.batch_bucket_files(self.bucket, add=add)
+            self.committed, self.denied = True, 0
 
-    def bucket_delete(self):
-        """Best effort: what is left goes with the next commit, and is not listed until then."""
-        if self.dead:
+    def bucket_delete(self, paths, sweep: bool):
+        """Delete these. With `sweep`, also the objects of the global model that the state does not
+        name; but none that came after the last listing, because it may be of a coming state. Best
+        effort: whoever sees next what is left deletes it."""
+        dead = [name for name, path in self.seen.items() if path in paths
+                or sweep and path.startswith("global/") and name not in self.named]
+        if dead and self.bucket:
             with contextlib.suppress(Unavailable, Refused, FileNotFoundError), self.errors():
-                self.api.batch_bucket_files(self.bucket, delete=sorted(self.dead))
-                self.seen = {k: v for k, v in self.seen.items() if k not in self.dead}
-                self.dead = set()
+                self.api.batch_bucket_files(self.bucket, delete=dead)
+            self.seen = {name: path for name, path in self.seen.items() if name not in dead}
 
     # in the repository
 
@@ -1950,7 +1951,7 @@ class MasterOuterLoop:
             if "config.json" in files:
                 files[MODEL] = self.folder / "keyframe"
         state.master = os.urandom(4).hex()
-        state.bucket = getattr(self.transport, "bucket", "")
+        state.bucket = getattr(self.transport, "bucket", "") or ""
         self.publish(state, files)
         self.log(f"master   at outer step {state.outer_step} of run {state.run_id}: "
                  f"{'the swarm has finished' if state.finished else 'waiting for deltas'}")

@@ -2818,9 +2818,9 @@ class LoopbackHub(ThreadingHTTPServer):
     """Enough of the Hub for huggingface_hub without Xet: model repos, LFS, atomic commits.
 
     `faults`: dicts with method, path (regexes), action (a status, "reset", "lose" the answer,
-    "corrupt", "hang") and count; the first that fits is used up by one. `latency` (s a request) and
-    `rate` (bytes a second of one connection) make it far away. `moves`, {old name: (status, new
-    name)}, sends on to repositories that have been renamed.
+    "corrupt", seconds to hang) and count; the first that fits is used up by one. `latency` (s a
+    request) and `rate` (bytes a second of one connection) make it far away. `moves`, {old name:
+    (status, new name)}, sends on to repositories that have been renamed.
     """
     daemon_threads, latency, rate = True, 0.0, math.inf
 
@@ -2838,6 +2838,23 @@ class LoopbackHub(ThreadingHTTPServer):
         sha = hashlib.sha1(os.urandom(8)).hexdigest()
         self.repos.setdefault(repo, []).append((sha, files))
         return sha
+
+    def at(self, repo, revision):
+        """(commit, {path: sha256})"""
+        if repo not in self.repos:
+            raise LookupError("RepoNotFound")
+        for sha, files in reversed(self.repos[repo]):
+            if revision in ("main", sha):
+                return sha, files
+        raise LookupError("RevisionNotFound")
+
+    def info(self, path, oid):
+        data = self.objects[oid]
+        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        info = {"type": "file", "path": path, "size": len(data), "oid": git}
+        if path.endswith(".safetensors"):
+            info["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
+        return info
 
     def fault(self, method, path, action, count=1, says=None, **headers):
         self.faults.append(dict(method=method, path=path, action=action, count=count, says=says,
@@ -2857,6 +2874,10 @@ class Answer(BaseHTTPRequestHandler):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.answer = status, body, headers
 
+    def error(self, status, code=None, says=None, **headers):
+        self.send(status, {"error": says or f"status {status}"}, **headers,
+                  **({"X_Error_Code": code, "X_Error_Message": code} if code else {}))
+
     def reply(self, status, body, headers):
         if self.action == "lose":
             self.connection.shutdown(2)
@@ -2872,140 +2893,125 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.server.bytes["out"] += len(body)
 
-    def error(self, status, code=None, says=None, **headers):
-        self.send(status, {"error": says or f"status {status}"}, **headers,
-                  **({"X_Error_Code": code, "X_Error_Message": code} if code else {}))
-
     def handle_one(self):
-        hub, self.action = self.server, None
-        url = urlsplit(self.path)
-        path, query = unquote(url.path), parse_qs(url.query)
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.bytes["in"] += len(body)
-        time.sleep(hub.latency + len(body) / hub.rate)
+        hub, url = self.server, urlsplit(self.path)
+        path, self.query = unquote(url.path), parse_qs(url.query)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.bytes["in"] += len(self.body)
+        time.sleep(hub.latency + len(self.body) / hub.rate)
         route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
         hub.counts[f"{self.command} {route}"] += 1
-        for fault in hub.faults:
-            if (fault["count"] and re.search(fault["method"], self.command)
-                    and re.search(fault["path"], path)):
-                fault["count"] -= 1
-                self.action = fault["action"]
-                if self.action == "reset":
-                    return self.connection.shutdown(2)
-                if isinstance(self.action, float):
-                    time.sleep(self.action)
-                break
-        moved = [(old, *new) for old, new in hub.moves.items()
-                 if re.search(rf"/{old}(?=[/.]|$)", path)]
+        fault = next((f for f in hub.faults if f["count"] and re.search(f["method"], self.command)
+                      and re.search(f["path"], path)), {"action": None, "count": 0})
+        fault["count"] -= 1
+        self.action = fault["action"]
+        if self.action == "reset":
+            return self.connection.shutdown(2)
+        if isinstance(self.action, float):
+            time.sleep(self.action)
+        moved = [old for old in hub.moves if re.search(rf"/{old}(?=[/.]|$)", path)]
         if isinstance(self.action, int):
             self.error(self.action, says=fault["says"], **fault["headers"])
         elif moved:
-            old, status, new = moved[0]
-            self.send(status, Location=self.path.replace(f"/{old}", f"/{new}", 1))
+            status, new = hub.moves[moved[0]]
+            self.send(status, Location=self.path.replace(f"/{moved[0]}", f"/{new}", 1))
         else:
             with hub.guard:
-                self.route(hub, path, query, body)
+                self.route(hub, path)
         self.reply(*self.answer)        # outside: nobody waits for another's download
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_one
 
-    def at(self, hub, repo, revision):
-        if repo not in hub.repos:
-            raise LookupError("RepoNotFound")
-        for sha, files in reversed(hub.repos[repo]):
-            if revision in ("main", sha):
-                return sha, files
-        raise LookupError("RevisionNotFound")
+    def route(self, hub, path):
+        routes = {r"/api/repos/create": self.create, r"/lfs/(\w+)": self.upload,
+                  r"/api/validate-yaml": lambda: self.send(200, {}),
+                  r"/.+/.+\.git/info/lfs/objects/batch": self.batch,
+                  r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)": self.resolve,
+                  r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.*))?)?": self.repository}
+        for pattern, answer in routes.items():
+            if match := re.fullmatch(pattern, path):
+                try:
+                    return answer(*match.groups())
+                except LookupError as e:
+                    return self.error(404, e.args[0])
+        self.error(404)
 
-    def info(self, path, oid):
-        data = self.server.objects[oid]
-        lfs = path.endswith(".safetensors")
-        git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        return {"type": "file", "path": path, "size": len(data), "oid": git,
-                **({"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}} if lfs else {})}
+    def create(self):
+        made, hub = json.loads(self.body), self.server
+        name = f"{made.get('organization') or 'me'}/{made['name']}"
+        status = 409 if name in hub.repos else 200
+        if status == 200:
+            hub.push(name, {})
+        self.send(status, {"url": f"{hub.url}/{name}", "id": name})
 
-    def route(self, hub, path, query, body):
-        try:
-            if path == "/api/repos/create":
-                made = json.loads(body)
-                name = f"{made.get('organization') or 'me'}/{made['name']}"
-                status = 409 if name in hub.repos else 200
-                if status == 200:
-                    hub.push(name, {})
-                return self.send(status, {"url": f"{hub.url}/{name}", "id": name})
-            if path == "/api/validate-yaml":
-                return self.send(200, {})
-            if match := re.fullmatch(r"/lfs/(\w+)", path):
-                assert hashlib.sha256(body).hexdigest() == match[1]
-                hub.objects[match[1]] = body
-                return self.send(200)
-            if match := re.fullmatch(r"/(.+/.+)\.git/info/lfs/objects/batch", path):
-                return self.send(200, {"transfer": "basic", "objects": [
-                    o if o["oid"] in hub.objects else     # there already: nothing to do
-                    {**o, "actions": {"upload": {"href": f"{hub.url}/lfs/{o['oid']}"}}}
-                    for o in json.loads(body)["objects"]]},
-                    Content_Type="application/vnd.git-lfs+json")
-            if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-                sha, files = self.at(hub, match[1], match[2])
-                if match[3] not in files:
-                    return self.error(404, "EntryNotFound", X_Repo_Commit=sha)
-                info = self.info(match[3], files[match[3]])
-                return self.send(200, hub.objects[files[match[3]]], X_Repo_Commit=sha,
-                                 ETag=f'"{files[match[3]] if "lfs" in info else info["oid"]}"')
-            match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.*))?)?", path)
-            if not match:
-                return self.error(404)
-            repo, verb, revision, rest = match.groups()
-            sha, files = self.at(hub, repo, revision or "main")
-            if (verb in ("preupload", "commit", "super-squash")) != (self.command == "POST"):
-                return self.error(405)
-            if verb in (None, "revision"):
-                return self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True,
-                                       "tags": []})
-            if verb == "tree":
-                under = [self.info(p, o) for p, o in sorted(files.items())
-                         if p.startswith(f"{rest}/" if rest else "")]
-                if not under:
-                    return self.error(404, "EntryNotFound")
-                first = int(query.get("cursor", ["0"])[0])
-                more = {"Link": f'<{hub.url}{path}?recursive=true&cursor={first + 100}>; '
-                                f'rel="next"'}
-                return self.send(200, under[first:first + 100],
-                                 **(more if len(under) > first + 100 else {}))
-            if verb == "paths-info":
-                wanted = (json.loads(body)["paths"] if body[:1] == b"{"
-                          else parse_qs(body.decode())["paths"])
-                return self.send(200, [self.info(p, files[p]) for p in wanted if p in files])
-            if verb == "preupload":
-                return self.send(200, {"files": [
-                    {"path": f["path"], "shouldIgnore": False,
-                     "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
-                    for f in json.loads(body)["files"]]})
-            if verb == "super-squash":
-                hub.repos[repo] = []
-                return self.send(200, {"commitId": hub.push(repo, files)})
-            if verb == "commit":
-                files = dict(files)
-                for line in map(json.loads, body.splitlines()):
-                    value = line["value"]
-                    if line["key"] == "header" and value.get("parentCommit") not in (None, sha):
-                        return self.error(412)
-                    if line["key"] == "file":
-                        data = base64.b64decode(value["content"])
-                        oid = hashlib.sha256(data).hexdigest()
-                        hub.objects[oid], files[value["path"]] = data, oid
-                    if line["key"] == "lfsFile":
-                        files[value["path"]] = value["oid"]
-                    if line["key"] == "deletedFile":
-                        if value["path"] not in files:
-                            return self.error(404, "EntryNotFound")
-                        del files[value["path"]]
-                sha = hub.push(repo, files)
-                return self.send(200, {"success": True, "commitOid": sha,
-                                       "commitUrl": f"{hub.url}/{repo}/commit/{sha}"})
-            return self.error(404)
-        except LookupError as e:
-            return self.error(404, e.args[0])
+    def upload(self, oid):
+        assert hashlib.sha256(self.body).hexdigest() == oid
+        self.server.objects[oid] = self.body
+        self.send(200)
+
+    def batch(self):
+        hub, objects = self.server, json.loads(self.body)["objects"]
+        for o in objects:
+            if o["oid"] not in hub.objects:     # else it is there: nothing to do
+                o["actions"] = {"upload": {"href": f"{hub.url}/lfs/{o['oid']}"}}
+        self.send(200, {"transfer": "basic", "objects": objects},
+                  Content_Type="application/vnd.git-lfs+json")
+
+    def resolve(self, repo, revision, path):
+        sha, files = self.server.at(repo, revision)
+        if path not in files:
+            return self.error(404, "EntryNotFound", X_Repo_Commit=sha)
+        info = self.server.info(path, files[path])
+        self.send(200, self.server.objects[files[path]], X_Repo_Commit=sha,
+                  ETag=f'"{files[path] if "lfs" in info else info["oid"]}"')
+
+    def repository(self, repo, verb, revision, rest):
+        hub = self.server
+        sha, files = hub.at(repo, revision or "main")
+        if (verb in ("preupload", "commit", "super-squash")) != (self.command == "POST"):
+            self.error(405)
+        elif verb in (None, "revision"):
+            self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []})
+        elif verb == "tree":
+            self.tree([hub.info(p, o) for p, o in sorted(files.items())
+                       if p.startswith(f"{rest}/" if rest else "")])
+        elif verb == "preupload":
+            self.send(200, {"files": [
+                {"path": f["path"], "shouldIgnore": False,
+                 "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
+                for f in json.loads(self.body)["files"]]})
+        elif verb == "super-squash":
+            hub.repos[repo] = []
+            self.send(200, {"commitId": hub.push(repo, files)})
+        elif verb == "commit":
+            self.commit(repo, sha, dict(files))
+        else:
+            self.error(404)
+
+    def tree(self, under):
+        if not under:
+            return self.error(404, "EntryNotFound")
+        first = int(self.query.get("cursor", ["0"])[0])
+        url = f"{self.server.url}{self.path.partition('?')[0]}?recursive=true&cursor={first + 100}"
+        more = {"Link": f'<{url}>; rel="next"'} if len(under) > first + 100 else {}
+        self.send(200, under[first:first + 100], **more)
+
+    def commit(self, repo, sha, files):
+        for line in map(json.loads, self.body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header" and value.get("parentCommit") not in (None, sha):
+                return self.error(412)
+            if line["key"] == "file":
+                data = base64.b64decode(value["content"])
+                oid = files[value["path"]] = hashlib.sha256(data).hexdigest()
+                self.server.objects[oid] = data
+            if line["key"] == "lfsFile":
+                files[value["path"]] = value["oid"]
+            if line["key"] == "deletedFile" and files.pop(value["path"], None) is None:
+                return self.error(404, "EntryNotFound")
+        sha = self.server.push(repo, files)
+        self.send(200, {"success": True, "commitOid": sha,
+                        "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -4242,350 +4248,6 @@ def test_a_clock_that_is_ahead_does_not_let_a_node_commit_more(folder):
     assert share() == 11
 
 
-STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "open", "scandir", "lstat"]
-
-
-def dying(monkeypatch, call, n):
-    """From its n-th call on, os.<call> is not done: a kill. Returns the number of calls left."""
-    left, real = [n], getattr(os, call)
-
-    def dies(*args, **kwargs):
-        left[0] -= 1
-        if left[0] <= 0:
-            raise Stop
-        return real(*args, **kwargs)
-    monkeypatch.setattr(os, call, dies)
-    return left
-
-
-def shown(root):
-    """{path: content} of what people see in a folder."""
-    return {f.relative_to(root).as_posix(): f.read_bytes() for f in sorted(root.rglob("*"))
-            if f.is_file() and ".hub" not in f.relative_to(root).parts}
-
-
-@pytest.mark.parametrize("call", STEPS)
-def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
-    """Then the next reader sees one version whole, the next commit is made, nothing is left over,
-    and nothing of the killed commit is taken for a change by hand."""
-    old = {"a": b"old", "nodes/x/b": b"old", "nodes/x/gone": b"gone", "twin": b"old"}
-    new = {"a": b"new", "nodes/x/b": b"new", "nodes/y/c": b"more", "twin": b"old"}
-    for n in range(1, 200):
-        root = tmp_path / f"{call}{n}"
-        hub = diloco.FolderTransport(root)
-        hub.commit(old)
-        file = tmp_path / "more"
-        file.write_bytes(b"more")
-        with monkeypatch.context() as m:
-            left = dying(m, call, n)
-            with contextlib.suppress(Stop):
-                hub.commit({"a": b"new", "nodes/x/b": b"new", "nodes/y/c": file}, ["nodes/x/gone"])
-        again = diloco.FolderTransport(root)
-        version, _ = again.read("a")
-        want = {"1": old, "2": new}[version]
-        assert {path: again.read(path) for path in want} == {
-            path: (version, content) for path, content in want.items()}
-        assert [path for path, _, _ in again.list("")] == sorted(want) and shown(root) == want
-        assert again.commit({"d": b"next"}, expect=version) == str(int(version) + 1)
-        assert shown(root) == {**want, "d": b"next"}
-        assert sorted(p.name for p in (root / ".hub").iterdir()) == [
-            "index.json", "lock", "objects"]
-        assert len(list((root / ".hub/objects").iterdir())) == len({*want.values(), b"next"})
-        if left[0] > 0:
-            break
-    assert n > 1 or call == "rename"
-
-
-def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path, monkeypatch):
-    root = folder.root
-    folder.commit({"README.md": b"page", "global/step_count.json": b"{}", "nodes/a/x": b"x",
-                   "model.safetensors": b"weights"})
-    (root / "README.md").write_text("my own page")          # in place, as some editors do
-    assert folder.read("README.md") == ("2", b"my own page")
-    (root / "nodes/b").mkdir()
-    (tmp_path / "put").write_bytes(b"by hand")
-    os.replace(tmp_path / "put", root / "nodes/b/delta_1.safetensors")
-    (root / "nodes/a/x").unlink()
-    ((path, size, tag),) = folder.list("nodes")
-    assert (path, size) == ("nodes/b/delta_1.safetensors", 7)
-    folder.fetch(path, None, tmp_path / "to", tag)
-    assert (tmp_path / "to").read_bytes() == b"by hand"
-    with pytest.raises(diloco.Conflict):
-        folder.commit({"y": b""}, expect="2")
-    head = folder.head()
-    (root / "global/step_count.json").unlink()
-    assert folder.head()[0] > head[0] and folder.head()[1] == "" and not folder.read(diloco.STEP)[1]
-    # touched or copied is not changed: the version stays
-    version, _ = folder.head()
-    os.utime(root / "README.md", ns=(1, 1))
-    (tmp_path / "copy").write_bytes((root / "model.safetensors").read_bytes())
-    os.replace(tmp_path / "copy", root / "model.safetensors")
-    assert folder.read("README.md") == (version, b"my own page")
-    # other files beside are none of the hub's: it may be given a folder that holds more
-    (root / "notes.txt").write_text("mine")
-    (root / "more").mkdir()
-    (root / "more/notes.txt").write_text("mine")
-    assert [path for path, _, _ in folder.list("")] == ["README.md", "model.safetensors", path]
-    assert folder.commit({}, ["model.safetensors"], expect=version) == str(int(version) + 1)
-    assert sorted(shown(root)) == ["README.md", "more/notes.txt", path, "notes.txt"]
-    # a damaged object: as long as nobody could notice it by size and time, its hash tells
-    file = root / path
-    status = file.stat()
-    file.write_bytes(b"by HAND")
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(diloco.Refused, match="is damaged"):
-        folder.read(path)
-    with pytest.raises(diloco.Unavailable, match="is not what"):
-        folder.fetch(path, None, tmp_path / "to", tag)
-    assert not (tmp_path / "to").exists()
-
-
-def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypatch):
-    def link(*args, **kwargs):
-        raise OSError(95, "Operation not supported")
-    monkeypatch.setattr(os, "link", link)
-    file = tmp_path / "file"
-    file.write_bytes(b"weights")
-    folder.commit({diloco.WEIGHTS: file, diloco.MODEL: file, diloco.STEP: b"{}"})
-    assert shown(folder.root) == {diloco.WEIGHTS: b"weights", diloco.MODEL: b"weights",
-                                  diloco.STEP: b"{}"}
-    hashed = []
-    monkeypatch.setattr(diloco, "sha256", hashed.append)
-    assert folder.read(diloco.STEP) == ("1", b"{}") and len(folder.list("")) == 3 and not hashed
-    monkeypatch.undo()
-    (folder.root / diloco.MODEL).write_bytes(b"mine")
-    ((_, size, tag), *_), version = folder.list("global/"), folder.head()[0]
-    folder.fetch(diloco.WEIGHTS, version, tmp_path / "to", tag)
-    assert folder.read(diloco.MODEL) == ("2", b"mine") and size == 7 and version == "2"
-    assert (tmp_path / "to").read_bytes() == b"weights"
-
-
-def index_of(**files):
-    entry = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
-    return json.dumps({"version": 1, "files": {p: entry for p in files.get("files", ())},
-                       "stale": files.get("stale", [])}).encode()
-
-
-@pytest.mark.parametrize("bad", ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim",
-                                 "nodes\\..\\victim", ".hub/lock", ".HUB/lock", "nodes//x", "./x",
-                                 "nodes/..", "", "a\nb", "x" * 300, "nodes/x. /y"])
-def test_no_name_read_from_the_disk_leads_out_of_the_folder(folder, tmp_path, bad):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    index = folder.own / "index.json"
-    good = index.read_bytes()
-    for hostile in (index_of(files=[bad]), index_of(stale=[bad])):
-        index.write_bytes(hostile)
-        for work in (folder.head, lambda: folder.read(diloco.STEP), lambda: folder.list(""),
-                     lambda: folder.fetch("nodes/a/x", None, tmp_path / "to"),
-                     lambda: folder.commit({"x": b""}), lambda: diloco.status(folder)):
-            with pytest.raises(diloco.Refused, match="tampered") as e:
-                work()
-            assert "\n" not in str(e.value) and "index.json" in str(e.value)
-    for path in (bad, f"{bad}/x"):
-        with pytest.raises(diloco.Refused, match="no path in the repository"):
-            folder.commit({path: b""})
-        with pytest.raises(diloco.Refused, match="no path in the repository"):
-            folder.commit({}, [path])
-    index.unlink()
-    assert folder.read(diloco.STEP)[1] == b"{}"
-    index.write_bytes(good)
-    # a hash that comes from a file of somebody else is no path either
-    for tag in ("../../../victim", str(victim)):
-        with pytest.raises(diloco.Unavailable):
-            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
-    assert victim.read_text() == "precious"
-
-
-ENTRY = b'{"version": 1, "files": {"a": {"sha256": %s, "size": 1, "mtime": %s}}}'
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", b'{"version": -1}',
-    b'{"version": "1"}', b'{"version": 1.5}', b'{"version": 1, "files": {"a": 1}}',
-    ENTRY % (b'"x"', b"1"), ENTRY % (b"5", b"1"), ENTRY % (b'"%s"' % (b"a" * 64), b"null"),
-    b'{"version": 1, "stale": [5]}'])
-def test_a_damaged_index_is_made_again_from_the_files_that_are_there(folder, capsys, content):
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1", "config.json": b"2"})
-    before = shown(folder.root)
-    (folder.own / "index.json").write_bytes(content)
-    again = diloco.FolderTransport(folder.root)
-    assert again.read(diloco.STEP)[1] == b"{}" and "cannot be read" in capsys.readouterr().out
-    assert [path for path, _, _ in again.list("nodes/")] == ["nodes/a/x"]
-    version, _ = again.head()
-    assert again.commit({"config.json": b"3"}, expect=version) == str(int(version) + 1)
-    assert shown(folder.root) == {**before, "config.json": b"3"}
-
-
-def test_what_is_in_the_way_blocks_nobody(folder, tmp_path, capsys):
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "delta_1.safetensors").write_text("precious")
-    root, path = folder.root, "nodes/a/delta_1.safetensors"
-    (root / path).mkdir(parents=True)           # a folder named like a coming delta
-    (root / path / "junk").write_text("junk")
-    folder.commit({path: b"1"})
-    assert folder.list("nodes/")[0][:2] == (path, 1) and (root / path).read_bytes() == b"1"
-    assert capsys.readouterr().out.count("in the way") == 1
-    folder.commit({}, [path])
-    (root / "nodes/a").rmdir()
-    (root / "nodes/a").write_text("a file where a folder has to be")
-    folder.commit({path: b"2"})
-    assert folder.read(path)[1] == b"2" == (root / path).read_bytes()
-    assert [p for p, _, _ in folder.list("nodes/")] == [path]
-    folder.commit({"nodes/a": b"3"})            # and the other way round
-    assert shown(root)["nodes/a"] == b"3" and [p for p, _, _ in folder.list("")] == ["nodes/a"]
-    folder.commit({}, ["nodes/a"])
-    # links are not followed, whatever they point at
-    (root / "nodes/b").symlink_to(outside)
-    (root / "global").symlink_to(outside)
-    (root / "README.md").symlink_to(outside / "delta_1.safetensors")
-    assert folder.list("") == [] and folder.read("README.md")[1] is None
-    path = "nodes/b/delta_1.safetensors"
-    for i in range(2):
-        folder.commit({path: b"4", diloco.STEP: b"{}", "README.md": b"page"})
-        folder.commit({}, [path, "README.md"])
-    assert [f.read_text() for f in outside.iterdir()] == ["precious"]
-    for name in ("new", "index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
-        victim = folder.own / name
-        victim.unlink(missing_ok=True)
-        victim.symlink_to(outside / "delta_1.safetensors")
-        assert folder.commit({"x": b"5"})
-        victim.unlink(missing_ok=True)
-        victim.mkdir()
-        assert folder.commit({"x": b"5"}) and folder.read("x")[1] == b"5"
-    (folder.own / "index.json").unlink()
-    os.mkfifo(folder.own / "index.json")        # a reader of it would wait for ever
-    (folder.own / "objects/junk").mkdir()
-    (folder.own / "junk").symlink_to(outside)
-    assert folder.commit({"x": b"6"}) and folder.read("x")[1] == b"6"
-    assert [f.read_text() for f in outside.iterdir()] == ["precious"]
-
-
-@pytest.mark.parametrize("name", [".hub", ".hub/objects", ".hub/lock"])
-def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(folder, tmp_path, name):
-    outside = tmp_path / "outside"
-    if name == ".hub/lock":
-        outside.write_text("precious")
-    else:
-        outside.mkdir()
-    place = folder.root / name
-    place.parent.mkdir(parents=True)
-    place.symlink_to(outside)
-    with pytest.raises(diloco.Refused, match="is a link"):
-        folder.commit({"x": b"1"})
-    assert outside.is_dir() and not any(outside.iterdir()) or outside.read_text() == "precious"
-    place.unlink()
-    if name == ".hub/lock":
-        place.mkdir()
-    else:
-        place.write_text("a file")
-    with pytest.raises(diloco.Refused) as e:
-        folder.commit({"x": b"1"})
-    assert str(place) in str(e.value) and "\n" not in str(e.value)
-
-
-def test_a_root_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    hub = diloco.FolderTransport(tmp_path / "file")
-    for verb, *args in (("head",), ("list", ""), ("read", "x"), ("commit", {"x": b"1"})):
-        with pytest.raises(diloco.Refused, match="file.*: (Not a directory|File exists)"):
-            getattr(hub, verb)(*args)
-
-
-def test_a_folder_of_the_first_edition_is_taken_over(folder, tmp_path):
-    root, victim = folder.root, tmp_path / "victim"
-    victim.write_text("precious")
-    for path, content in {diloco.STEP: b"{}", "nodes/a/delta_1.safetensors": b"1",
-                          "README.md": b"p", ".hub/version": b"12", ".hub/version.tmp": b"1",
-                          ".hub/staged_0": b"half a commit"}.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(content)
-    (root / ".hub/redo.json").write_text(json.dumps({
-        "version": "13", "add": {"../victim": "staged_0"}, "delete": ["../victim"]}))
-    version, tag = folder.head()
-    assert int(version) > 12 and tag == hashlib.sha256(b"{}").hexdigest()
-    assert folder.read("README.md") == (version, b"p") and len(folder.list("nodes/")) == 1
-    newer = folder.commit({"x": b"1"}, ["nodes/a/delta_1.safetensors"], expect=version)
-    assert int(newer) == int(version) + 1 and folder.list("nodes/") == []
-    assert victim.read_text() == "precious"
-    assert sorted(p.name for p in (root / ".hub").iterdir()) == ["index.json", "lock", "objects"]
-
-
-def test_who_may_only_read_needs_no_lock_and_writes_nothing(folder, tmp_path, monkeypatch):
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    bare = tmp_path / "bare"                    # visible files alone, as a copy without .hub
-    (bare / "global").mkdir(parents=True)
-    (bare / diloco.STEP).write_bytes(b"{}")
-    (folder.root / "nodes/a/x").write_text("by hand, not known yet")
-    trees = [sorted(path.rglob("*")) for path in (folder.root, bare)]
-
-    real_unlink = os.unlink
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-    with monkeypatch.context() as m:
-        m.setattr(os, "access", lambda path, mode: False)
-        for call in ("mkdir", "replace", "unlink", "rename"):
-            m.setattr(os, call, refuse)
-        m.setattr(diloco.FileLock, "acquire", refuse)
-        for root in (folder.root, bare):
-            reader = diloco.FolderTransport(root)
-            version, tag = reader.head()
-            assert tag == hashlib.sha256(b"{}").hexdigest()
-            assert reader.read(diloco.STEP) == (version, b"{}")
-            assert reader.list("global/") == [(diloco.STEP, 2, tag)]
-            to = tmp_path / f"to_{root.name}"
-            m.setattr(os, "unlink", lambda path: real_unlink(path) if path == to else refuse())
-            reader.fetch(diloco.STEP, version, to, tag)
-            assert to.read_bytes() == b"{}"
-            with pytest.raises(diloco.Refused, match="Permission denied"):
-                reader.commit({"x": b""})
-    assert [sorted(path.rglob("*")) for path in (folder.root, bare)] == trees
-    bare = diloco.FolderTransport(bare)         # with rights, it is taken over
-    assert bare.commit({"x": b"1"}, expect=bare.head()[0]) and bare.read(diloco.STEP)[1] == b"{}"
-
-
-def test_processes_that_write_to_one_folder_lose_nothing(tmp_path):
-    code = f"""
-import sys, diloco
-hub = diloco.FolderTransport({str(tmp_path / 'hub')!r})
-for i in range(40):
-    while True:
-        version, content = hub.read("count")
-        try:
-            hub.commit({{"count": str(int(content or 0) + 1).encode(),
-                        f"nodes/{{sys.argv[1]}}/{{i}}": b"x"}}, expect=version)
-            break
-        except diloco.Conflict:
-            pass
-"""
-    writers = [subprocess.Popen([sys.executable, "-c", code, name], cwd=HERE) for name in "ab"]
-    hub = diloco.FolderTransport(tmp_path / "hub")
-    while any(writer.poll() is None for writer in writers):
-        version, content = hub.read("count")        # a reader between them sees whole versions
-        assert int(content or 0) == int(version)
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert hub.read("count") == ("80", b"80") and len(hub.list("nodes/")) == 80
-
-
-def test_a_full_disk_leaves_the_version_before(folder, monkeypatch):
-    folder.commit({"a": b"old"})
-    real = diloco.FolderTransport.put
-    for what, made in ((".hub/objects", False), (".hub/index.json", False), ("b", True)):
-        def put(self, path):
-            if path.startswith(what):
-                raise OSError(28, "No space left on device", str(self.root / path))
-            real(self, path)
-        with monkeypatch.context() as m, pytest.raises(diloco.Unavailable, match="No space"):
-            m.setattr(diloco.FolderTransport, "put", put)
-            folder.commit({"a": b"new", "b": b"more"})
-        # once the index is there the commit is made, and the next reader shows it
-        assert folder.read("a") == (("2", b"new") if made else ("1", b"old"))
-    assert shown(folder.root) == {"a": b"new", "b": b"more"}
-
-
 def test_memory_and_time_of_a_round_do_not_grow_with_the_nodes(folder, tmp_path):
     code = f"""
 import sys, threading, time, torch
@@ -4741,6 +4403,334 @@ def test_pieces_of_a_tensor_are_coded_like_the_whole(monkeypatch):
             assert torch.equal(piece, wanted[name][rows])
         monkeypatch.undo()
 
+
+# ---- diloco.py: a folder as a repository
+# - a commit that is killed anywhere is made or not, and whoever comes next sees one version whole
+# - what people do to the visible files counts as a commit; what stands in a file's way is put aside
+# - no link is followed, and no name read from the disk leads out of the folder
+# - a damaged index, a folder of the first edition, one without hard links or rights: it goes on
+# - processes that write at once lose nothing; a full disk leaves the version before
+
+STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "open", "scandir", "lstat"]
+
+
+def shown(root):
+    """{path: content} of what people see in a folder."""
+    return {f.relative_to(root).as_posix(): f.read_bytes() for f in sorted(root.rglob("*"))
+            if f.is_file() and ".hub" not in f.relative_to(root).parts}
+
+
+def paths(hub, prefix=""):
+    return [path for path, _, _ in hub.list(prefix)]
+
+
+@pytest.mark.parametrize("call", STEPS)
+def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
+    """From its n-th call on, os.<call> is not done. Nothing is left over, and nothing of the killed
+    commit is taken for a change by hand."""
+    old = {"a": b"old", "nodes/x/b": b"old", "nodes/x/gone": b"gone", "twin": b"old"}
+    new = {"a": b"new", "nodes/x/b": b"new", "nodes/y/c": b"more", "twin": b"old"}
+    file, real, left = tmp_path / "more", getattr(os, call), 0
+    file.write_bytes(b"more")
+
+    def dies(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise Stop
+        return real(*args, **kwargs)
+    for n in range(1, 200):
+        root, left = tmp_path / f"{call}{n}", n
+        hub = diloco.FolderTransport(root)
+        hub.commit(old)
+        with monkeypatch.context() as m, contextlib.suppress(Stop):
+            m.setattr(os, call, dies)
+            hub.commit({"a": b"new", "nodes/x/b": b"new", "nodes/y/c": file}, ["nodes/x/gone"])
+        again = diloco.FolderTransport(root)
+        version, _ = again.read("a")
+        want = {"1": old, "2": new}[version]
+        assert all(again.read(path) == (version, content) for path, content in want.items())
+        assert paths(again) == sorted(want) and shown(root) == want
+        assert again.commit({"d": b"next"}, expect=version) == str(int(version) + 1)
+        assert shown(root) == {**want, "d": b"next"}
+        assert sorted(os.listdir(root / ".hub")) == ["index.json", "lock", "objects"]
+        assert len(os.listdir(root / ".hub/objects")) == len({*want.values(), b"next"})
+        if left > 0:
+            break
+    assert n > 1 or call == "rename"
+
+
+def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path):
+    root = folder.root
+    folder.commit({"README.md": b"page", "global/step_count.json": b"{}", "nodes/a/x": b"x",
+                   "model.safetensors": b"weights"})
+    (root / "README.md").write_text("my own page")          # in place, as some editors do
+    assert folder.read("README.md") == ("2", b"my own page")
+    (root / "nodes/b").mkdir()
+    (tmp_path / "put").write_bytes(b"by hand")
+    os.replace(tmp_path / "put", root / "nodes/b/delta_1.safetensors")
+    (root / "nodes/a/x").unlink()
+    ((path, size, tag),) = folder.list("nodes")
+    assert (path, size) == ("nodes/b/delta_1.safetensors", 7)
+    folder.fetch(path, None, tmp_path / "to", tag)
+    assert (tmp_path / "to").read_bytes() == b"by hand"
+    with pytest.raises(diloco.Conflict):
+        folder.commit({"y": b""}, expect="2")
+    head = folder.head()
+    (root / "global/step_count.json").unlink()
+    assert folder.head()[0] > head[0] and folder.head()[1] == "" and not folder.read(diloco.STEP)[1]
+    # touched or copied is not changed: the version stays
+    version, _ = folder.head()
+    os.utime(root / "README.md", ns=(1, 1))
+    (tmp_path / "copy").write_bytes((root / "model.safetensors").read_bytes())
+    os.replace(tmp_path / "copy", root / "model.safetensors")
+    assert folder.read("README.md") == (version, b"my own page")
+    # other files beside are none of the hub's: it may be given a folder that holds more
+    (root / "more").mkdir()
+    (root / "notes.txt").write_text("mine")
+    (root / "more/notes.txt").write_text("mine")
+    assert paths(folder) == ["README.md", "model.safetensors", path]
+    assert folder.commit({}, ["model.safetensors"], expect=version) == str(int(version) + 1)
+    assert sorted(shown(root)) == ["README.md", "more/notes.txt", path, "notes.txt"]
+    # a damaged object: as long as nobody could notice it by size and time, its hash tells
+    status = (root / path).stat()
+    (root / path).write_bytes(b"by HAND")
+    os.utime(root / path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(diloco.Refused, match="is damaged"):
+        folder.read(path)
+    with pytest.raises(diloco.Unavailable, match="is not what"):
+        folder.fetch(path, None, tmp_path / "to", tag)
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypatch):
+    def link(*args, **kwargs):
+        raise OSError(95, "Operation not supported")
+    file, hashed = tmp_path / "file", []
+    file.write_bytes(b"weights")
+    files = {diloco.WEIGHTS: b"weights", diloco.MODEL: b"weights", diloco.STEP: b"{}"}
+    with monkeypatch.context() as m:
+        m.setattr(os, "link", link)
+        folder.commit({diloco.WEIGHTS: file, diloco.MODEL: file, diloco.STEP: b"{}"})
+        assert shown(folder.root) == files
+        m.setattr(diloco, "sha256", hashed.append)
+        assert folder.read(diloco.STEP) == ("1", b"{}") and paths(folder) and not hashed
+    (folder.root / diloco.MODEL).write_bytes(b"mine")
+    ((_, size, tag), *_), version = folder.list("global/"), folder.head()[0]
+    folder.fetch(diloco.WEIGHTS, version, tmp_path / "to", tag)
+    assert folder.read(diloco.MODEL) == ("2", b"mine") and size == 7 and version == "2"
+    assert (tmp_path / "to").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("bad", ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim",
+                                 "nodes\\..\\victim", ".hub/lock", ".HUB/lock", "nodes//x", "./x",
+                                 "nodes/..", "", "a\nb", "x" * 300, "nodes/x. /y"])
+def test_no_name_read_from_the_disk_leads_out_of_the_folder(folder, tmp_path, bad):
+    victim, index = tmp_path / "victim", folder.own / "index.json"
+    victim.write_text("precious")
+    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
+    good = index.read_bytes()
+    entry = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
+    for hostile in ({"version": 1, "files": {bad: entry}}, {"version": 1, "stale": [bad]}):
+        index.write_text(json.dumps(hostile))
+        for work in (folder.head, lambda: folder.read(diloco.STEP), lambda: folder.list(""),
+                     lambda: folder.fetch("nodes/a/x", None, tmp_path / "to"),
+                     lambda: folder.commit({"x": b""}), lambda: diloco.status(folder)):
+            with pytest.raises(diloco.Refused, match="tampered") as e:
+                work()
+            assert "\n" not in str(e.value) and "index.json" in str(e.value)
+    for add, delete in ({bad: b""}, ()), ({f"{bad}/x": b""}, ()), ({}, [bad]):
+        with pytest.raises(diloco.Refused, match="no path in the repository"):
+            folder.commit(add, delete)
+    index.unlink()
+    assert folder.read(diloco.STEP)[1] == b"{}"
+    index.write_bytes(good)
+    # a hash that comes from a file of somebody else is no path either
+    for tag in ("../../../victim", str(victim)):
+        with pytest.raises(diloco.Unavailable):
+            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
+    assert victim.read_text() == "precious"
+
+
+ENTRY = b'{"version": 1, "files": {"a": {"sha256": %s, "size": 1, "mtime": %s}}}'
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", b'{"version": -1}',
+    b'{"version": "1"}', b'{"version": 1.5}', b'{"version": 1, "files": {"a": 1}}',
+    ENTRY % (b'"x"', b"1"), ENTRY % (b"5", b"1"), ENTRY % (b'"%s"' % (b"a" * 64), b"null"),
+    b'{"version": 1, "stale": [5]}'])
+def test_a_damaged_index_is_made_again_from_the_files_that_are_there(folder, capsys, content):
+    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1", "config.json": b"2"})
+    before = shown(folder.root)
+    (folder.own / "index.json").write_bytes(content)
+    again = diloco.FolderTransport(folder.root)
+    assert again.read(diloco.STEP)[1] == b"{}" and "cannot be read" in capsys.readouterr().out
+    assert paths(again, "nodes/") == ["nodes/a/x"]
+    version, _ = again.head()
+    assert again.commit({"config.json": b"3"}, expect=version) == str(int(version) + 1)
+    assert shown(folder.root) == {**before, "config.json": b"3"}
+
+
+def test_what_is_in_the_way_blocks_nobody(folder, capsys):
+    root, path = folder.root, "nodes/a/delta_1.safetensors"
+    (root / path).mkdir(parents=True)           # a folder named like a coming delta
+    (root / path / "junk").write_text("junk")
+    folder.commit({path: b"1"})
+    assert folder.list("nodes/")[0][:2] == (path, 1) and (root / path).read_bytes() == b"1"
+    assert capsys.readouterr().out.count("in the way") == 1
+    folder.commit({}, [path])
+    (root / "nodes/a").rmdir()
+    (root / "nodes/a").write_text("a file where a folder has to be")
+    folder.commit({path: b"2"})
+    assert folder.read(path)[1] == b"2" == (root / path).read_bytes()
+    folder.commit({"nodes/a": b"3"})            # and the other way round
+    assert shown(root)["nodes/a"] == b"3" and paths(folder) == ["nodes/a"]
+
+
+def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
+    outside, root, path = tmp_path / "outside", folder.root, "nodes/b/delta_1.safetensors"
+    outside.mkdir()
+    (outside / "delta_1.safetensors").write_text("precious")
+    (root / "nodes").mkdir(parents=True)
+    (root / "nodes/b").symlink_to(outside)
+    (root / "global").symlink_to(outside)
+    (root / "README.md").symlink_to(outside / "delta_1.safetensors")
+    assert folder.list("") == [] and folder.read("README.md")[1] is None
+    for i in range(2):
+        folder.commit({path: b"4", diloco.STEP: b"{}", "README.md": b"page"})
+        folder.commit({}, [path, "README.md"])
+    for name in ("new", "index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
+        victim = folder.own / name
+        victim.unlink(missing_ok=True)
+        victim.symlink_to(outside / "delta_1.safetensors")
+        assert folder.commit({"x": b"5"})
+        victim.unlink(missing_ok=True)
+        victim.mkdir()
+        assert folder.commit({"x": b"5"}) and folder.read("x")[1] == b"5"
+    (folder.own / "index.json").unlink()
+    os.mkfifo(folder.own / "index.json")        # a reader of it would wait for ever
+    (folder.own / "objects/junk").mkdir()
+    (folder.own / "junk").symlink_to(outside)
+    assert folder.commit({"x": b"6"}) and folder.read("x")[1] == b"6"
+    assert [f.read_text() for f in outside.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("name", [".hub", ".hub/objects", ".hub/lock"])
+def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(folder, tmp_path, name):
+    outside, place = tmp_path / "outside", folder.root / name
+    if name == ".hub/lock":
+        outside.write_text("precious")
+    else:
+        outside.mkdir()
+    place.parent.mkdir(parents=True)
+    place.symlink_to(outside)
+    with pytest.raises(diloco.Refused, match="is a link"):
+        folder.commit({"x": b"1"})
+    assert outside.is_dir() and not any(outside.iterdir()) or outside.read_text() == "precious"
+    place.unlink()
+    if name == ".hub/lock":
+        place.mkdir()
+    else:
+        place.write_text("a file")
+    with pytest.raises(diloco.Refused) as e:
+        folder.commit({"x": b"1"})
+    assert str(place) in str(e.value) and "\n" not in str(e.value)
+    hub = diloco.FolderTransport(tmp_path / "file")
+    hub.root.write_text("no folder")
+    for verb, *args in (("head",), ("list", ""), ("read", "x"), ("commit", {"x": b"1"})):
+        with pytest.raises(diloco.Refused, match="file.*: (Not a directory|File exists)"):
+            getattr(hub, verb)(*args)
+
+
+def test_a_folder_of_the_first_edition_is_taken_over(folder, tmp_path):
+    root, victim, delta = folder.root, tmp_path / "victim", "nodes/a/delta_1.safetensors"
+    victim.write_text("precious")
+    redo = json.dumps({"version": "13", "add": {"../victim": "staged_0"}, "delete": ["../victim"]})
+    for path, content in {diloco.STEP: b"{}", delta: b"1", "README.md": b"p",
+                          ".hub/version": b"12", ".hub/version.tmp": b"1",
+                          ".hub/staged_0": b"half a commit", ".hub/redo.json": redo.encode()}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+    version, tag = folder.head()
+    assert int(version) > 12 and tag == hashlib.sha256(b"{}").hexdigest()
+    assert folder.read("README.md") == (version, b"p") and paths(folder, "nodes/") == [delta]
+    newer = folder.commit({"x": b"1"}, [delta], expect=version)
+    assert int(newer) == int(version) + 1 and folder.list("nodes/") == []
+    assert victim.read_text() == "precious"
+    assert sorted(os.listdir(root / ".hub")) == ["index.json", "lock", "objects"]
+
+
+def test_who_may_only_read_needs_no_lock_and_writes_nothing(folder, tmp_path, monkeypatch):
+    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
+    bare = tmp_path / "bare"                    # visible files alone, as a copy without .hub
+    (bare / "global").mkdir(parents=True)
+    (bare / diloco.STEP).write_bytes(b"{}")
+    (folder.root / "nodes/a/x").write_text("by hand, not known yet")
+    trees = [sorted(path.rglob("*")) for path in (folder.root, bare)]
+    real_unlink = os.unlink
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+    with monkeypatch.context() as m:
+        m.setattr(os, "access", lambda path, mode: False)
+        for call in ("mkdir", "replace", "unlink", "rename"):
+            m.setattr(os, call, refuse)
+        m.setattr(diloco.FileLock, "acquire", refuse)
+        for root in (folder.root, bare):
+            reader = diloco.FolderTransport(root)
+            version, tag = reader.head()
+            assert tag == hashlib.sha256(b"{}").hexdigest()
+            assert reader.read(diloco.STEP) == (version, b"{}")
+            assert reader.list("global/") == [(diloco.STEP, 2, tag)]
+            to = tmp_path / f"to_{root.name}"
+            m.setattr(os, "unlink", lambda path: real_unlink(path) if path == to else refuse())
+            reader.fetch(diloco.STEP, version, to, tag)
+            assert to.read_bytes() == b"{}"
+            with pytest.raises(diloco.Refused, match="Permission denied"):
+                reader.commit({"x": b""})
+    assert [sorted(path.rglob("*")) for path in (folder.root, bare)] == trees
+    bare = diloco.FolderTransport(bare)         # with rights, it is taken over
+    assert bare.commit({"x": b"1"}, expect=bare.head()[0]) and bare.read(diloco.STEP)[1] == b"{}"
+
+
+def test_processes_that_write_to_one_folder_lose_nothing(tmp_path):
+    code = f"""
+import sys, diloco
+hub = diloco.FolderTransport({str(tmp_path / 'hub')!r})
+for i in range(40):
+    while True:
+        version, content = hub.read("count")
+        try:
+            hub.commit({{"count": str(int(content or 0) + 1).encode(),
+                        f"nodes/{{sys.argv[1]}}/{{i}}": b"x"}}, expect=version)
+            break
+        except diloco.Conflict:
+            pass
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", code, name], cwd=HERE) for name in "ab"]
+    hub = diloco.FolderTransport(tmp_path / "hub")
+    while any(writer.poll() is None for writer in writers):
+        version, content = hub.read("count")        # a reader between them sees whole versions
+        assert int(content or 0) == int(version)
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert hub.read("count") == ("80", b"80") and len(hub.list("nodes/")) == 80
+
+
+def test_a_full_disk_leaves_the_version_before(folder, monkeypatch):
+    folder.commit({"a": b"old"})
+    real = diloco.FolderTransport.put
+    for what, made in ((".hub/objects", False), (".hub/index.json", False), ("b", True)):
+        def put(self, path):
+            if path.startswith(what):
+                raise OSError(28, "No space left on device", str(self.root / path))
+            real(self, path)
+        with monkeypatch.context() as m, pytest.raises(diloco.Unavailable, match="No space"):
+            m.setattr(diloco.FolderTransport, "put", put)
+            folder.commit({"a": b"new", "b": b"more"})
+        # once the index is there the commit is made, and the next reader shows it
+        assert folder.read("a") == (("2", b"new") if made else ("1", b"old"))
+    assert shown(folder.root) == {"a": b"new", "b": b"more"}
 
 # ---- diloco.py: codecs and updates
 
@@ -5217,6 +5207,12 @@ def test_a_day_on_a_hub_with_a_commit_limit(nodes):
         assert entry.steps == entry.local_step == workers[name].step, "no node starves"
 
 # ---- diloco.py over the loopback Hub
+# - folder, Hub and Hub with a bucket keep the same promises, also while they are empty
+# - an idle look is one HEAD, a round costs what its deltas cost, in requests and in bytes
+# - a squash, a full storage, a lost answer, damaged bytes: nothing lost, nothing doubled
+# - each answer of the Hub is what it means: to be tried again, or the end in one line
+# - a repository that moves is followed, by each way the Hub has to say it
+# - a patient transport retries what it reads, and no commit
 
 
 @pytest.fixture
@@ -5226,20 +5222,29 @@ def remote(hub, monkeypatch):
     return diloco.open_hub(f"me/repo{len(hub.repos)}", create=True)
 
 
-@pytest.mark.parametrize("kind", ["hub", "folder"])
-def test_both_transports_keep_the_same_promises(request, hub, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["hub", "folder", "bucket"])
+def test_all_transports_keep_the_same_promises(request, tmp_path, kind):
     if kind == "hub":
         transport = request.getfixturevalue("remote")
+    elif kind == "bucket":
+        transport = Split(request.getfixturevalue("store"))
     else:
         transport = diloco.FolderTransport(tmp_path / "new")
-        assert transport.read(diloco.STEP) == ("0", None) and transport.list("nodes/") == []
-        assert not (tmp_path / "new").exists(), "reading makes nothing"
     big, delta, to = tmp_path / "w", "nodes/a/delta_1.safetensors", tmp_path / "in/file"
     big.write_bytes(os.urandom(5000))
-    first, _ = transport.head()
+
+    def head():     # with a bucket each look has a number, too
+        version, tag = transport.head()
+        return version.partition("~")[0], tag
+    first, _ = head()
+    assert transport.read(diloco.STEP) == (first, None) == transport.read(diloco.PAGE)
+    assert transport.list("nodes/") == [] == transport.list("")
+    with pytest.raises(FileNotFoundError):
+        transport.fetch(diloco.WEIGHTS, first, to)
+    assert not (tmp_path / "new").exists(), "reading makes nothing"
     version = transport.commit({diloco.STEP: b"{}", delta: big})
-    head = transport.head()
-    assert head[0] == version != first and diloco.matches_hash(b"{}", head[1])
+    assert head()[0] == version != first and (kind == "bucket" or diloco.matches_hash(
+        b"{}", head()[1]))
     assert transport.read(diloco.STEP) == (version, b"{}") == transport.read(diloco.STEP, version)
     assert transport.read("missing")[1] is None
     ((path, size, tag),) = transport.list("nodes/", version)
@@ -5248,18 +5253,17 @@ def test_both_transports_keep_the_same_promises(request, hub, tmp_path, kind):
     assert to.read_bytes() == big.read_bytes()
     with pytest.raises(FileNotFoundError):
         transport.fetch("missing.safetensors", version, to)
-    with pytest.raises(diloco.Unavailable):
+    with pytest.raises((diloco.Unavailable, FileNotFoundError)):
         transport.fetch(delta, version, to, hashlib.sha256(b"other").hexdigest())
     with pytest.raises(diloco.Conflict):
         transport.commit({"x": b"1"}, expect=first)
-    newer = transport.commit({"nodes/b/delta_7.safetensors": big}, [delta], expect=version)
-    assert transport.head() == (newer, head[1]), "the tag is of the state alone"
+    tag = head()[1]
+    newer = transport.commit({"nodes/b/delta_7.safetensors": big, "y": b"1"}, [delta], version)
+    assert head() == (newer, tag), "the tag is of the state alone"
     assert [path for path, _, _ in transport.list("nodes/")] == ["nodes/b/delta_7.safetensors"]
 
 
 def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
-    """An idle poll is one HEAD, for master and worker, whatever has happened before; a round costs
-    what its deltas cost."""
     big = tmp_path / "w.safetensors"
     big.write_bytes(b"x" * 100)
     remote.commit({f"nodes/n{i}/delta_1.safetensors": big for i in range(250)})
@@ -5270,24 +5274,24 @@ def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
     def requests(work):
         hub.counts.clear()
         work()
-        return hub.counts.total(), dict(hub.counts)
+        return hub.counts.total()
     a.see()
     master.waiting()
-    for _ in range(3):
-        assert requests(a.look) == (1, {f"HEAD /me/{remote.repo[3:]}/resolve/main/"
-                                        f"global/step_count.json": 1})
-        assert requests(master.waiting)[0] == 1
+    for _ in range(2):
+        assert requests(a.look) == 1 and list(hub.counts) == [
+            f"HEAD /me/{remote.repo[3:]}/resolve/main/global/step_count.json"]
+        assert requests(master.waiting) == 1
         a.train()
         b.train()
-        assert requests(a.send)[0] <= 7, hub.counts     # list, preupload, LFS and commit
+        assert requests(a.send) <= 7, hub.counts    # list, preupload, LFS and commit
         b.send()
-        assert requests(a.look)[0] == 1, "what other nodes send is no news"
+        assert requests(a.look) == 1, "what other nodes send is no news"
         a.node.take_results(a)
         # HEAD, two listings, 2 for each delta; preupload, LFS for the update or three files of a
         # keyframe, commit
-        assert requests(master.sync_once)[0] <= 3 + 2 * 2 + 12, hub.counts
+        assert requests(master.sync_once) <= 3 + 2 * 2 + 12, hub.counts
         # HEAD, the state, HEAD and GET of the update
-        assert requests(a.look)[0] == 4, hub.counts
+        assert requests(a.look) == 4, hub.counts
         a.node.take_results(a)
         b.see()
         master.waiting()
@@ -5296,11 +5300,11 @@ def test_requests_to_the_hub_are_counted(hub, remote, tmp_path):
 def test_bytes_of_a_round_are_counted_at_the_hub(hub, remote, monkeypatch):
     """int4, over the rounds between two keyframes: a worker sends 0.6 bytes a parameter and round
     and receives 1.15; the master sends 1.8."""
-    monkeypatch.setattr(Node, "make", lambda self: nn.Linear(1024, 1024))
+    monkeypatch.setattr(Node, "make", lambda self: nn.Linear(256, 256))
     settings = {**SWARM, "codec": "int4", "keyframe_every": 10, "outer_momentum": 0.9}
-    master = diloco.MasterOuterLoop(remote, settings, diloco.swarm_tensors(nn.Linear(1024, 1024)),
+    master = diloco.MasterOuterLoop(remote, settings, diloco.swarm_tensors(nn.Linear(256, 256)),
                                     {"config": {}}, log=lambda line: None)
-    a, size, totals = Node(remote, **settings), 1024 * 1025, Counter()
+    a, size, totals = Node(remote, **settings), 256 * 257, Counter()
 
     def count(what, work, way):
         before = hub.bytes[way]
@@ -5311,10 +5315,10 @@ def test_bytes_of_a_round_are_counted_at_the_hub(hub, remote, monkeypatch):
         count("worker up", a.send, "in")
         count("master up", master.sync_once, "in")
         count("worker down", a.see, "out")
-    per_round = {what: total / 10 / size for what, total in totals.items()}
     assert a.node.state.outer_step == 10 == a.node.state.keyframe
-    assert per_round["worker up"] < 0.6 and per_round["worker down"] < 1.15, per_round
-    assert per_round["master up"] < 1.8, per_round
+    # the state, the history and headers are 6 KB a round, whatever the size of the model
+    most = {"worker up": 0.6, "worker down": 1.15, "master up": 1.8}
+    assert all(totals[what] / 10 < most[what] * size + 6000 for what in most), totals
 
 
 def test_a_squash_is_survived(hub, remote):
@@ -5338,15 +5342,13 @@ def test_a_squash_is_survived(hub, remote):
 
 def test_a_full_storage_is_squashed_and_waited_for(folder, monkeypatch):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
-    master, a, real, squashes = make_master(folder), Node(folder), folder.commit, []
+    master, a, real, squashes, tries = make_master(folder), Node(folder), folder.commit, [], []
 
-    tries = []
-
-    def full(add, *args):
+    def full(*args):
         tries.append(1)
         if len(tries) < 4:
             raise diloco.StorageFull("403 storage limit reached")
-        return real(add, *args)
+        return real(*args)
     a.train()
     a.send()
     folder.squash, folder.commit = lambda: squashes.append(1), full
@@ -5355,36 +5357,53 @@ def test_a_full_storage_is_squashed_and_waited_for(folder, monkeypatch):
     assert any("storage limit" in line for line in master.lines)
 
 
-@pytest.mark.parametrize("status, kind", [(401, "Refused"), (403, "Refused"), (400, "Refused"),
-                                          (409, "Unavailable"), (429, "Unavailable"),
-                                          (500, "Unavailable"), (503, "Unavailable"),
-                                          ("reset", "Unavailable"), ("lose", "Unavailable"),
-                                          (412, "Conflict")])
-def test_each_answer_of_the_hub_is_what_it_means(hub, remote, status, kind):
-    hub.fault("POST", "/commit/", status, Retry_After="7")
-    with pytest.raises(getattr(diloco, kind)) as e:
-        remote.commit({"x": b"1"}, expect=remote.head()[0] if status == 412 else None)
-    assert "\n" not in str(e.value.args[0])
-    if status == 429:
-        assert e.value.args[1] == 7.0
+@pytest.mark.parametrize("kind, answers", [("Refused", [401, 403, 400]), ("Conflict", [412]),
+                                           ("Unavailable", [409, 429, 500, 503, "reset", "lose"])])
+def test_each_answer_of_the_hub_is_what_it_means(hub, remote, kind, answers):
+    for status in answers:
+        hub.fault("POST", "/commit/", status, Retry_After="7")
+        with pytest.raises(getattr(diloco, kind)) as e:
+            remote.commit({"x": b"1"}, expect=remote.head()[0] if status == 412 else None)
+        assert "\n" not in str(e.value.args[0])
+        if status == 429:
+            assert e.value.args[1] == 7.0
 
 
-def test_missing_repo_and_bad_names_are_refused(hub, tmp_path):
+def test_a_quota_that_is_used_up_is_no_end(hub, remote, tmp_path):
+    big = tmp_path / "w.safetensors"
+    for path in ("/commit/", "/preupload/", "/info/lfs/"):
+        big.write_bytes(os.urandom(3000))
+        hub.fault("POST", path, 403, says="Private repository storage limit reached, please upgrade")
+        with pytest.raises(diloco.StorageFull, match="storage limit reached") as e:
+            remote.commit({"w.safetensors": big})
+        assert e.value.args[1] >= 30
+        assert remote.commit({"w.safetensors": big})
+
+
+def test_one_403_is_not_the_end_of_a_node_and_lasting_ones_are(hub, remote):
+    hub.fault("POST", "/commit/", 403)
+    with pytest.raises(diloco.Refused, match="may it write"):       # it never could
+        remote.commit({"x": b"0"})
+    for i in range(2):          # a commit that is made starts the count again
+        remote.commit({"x": b"1%d" % i})
+        hub.fault("POST", "/commit/", 403, count=diloco.DENIALS if i == 0 else 99)
+        said = []
+        for _ in range(diloco.DENIALS):
+            with pytest.raises(diloco.Unavailable) as e:
+                remote.commit({"x": b"2"})
+            said.append(e.value.args[1])
+        assert said == [10.0, 20.0, 30.0, 40.0, 50.0]
+    with pytest.raises(diloco.Refused, match="403"):
+        remote.commit({"x": b"4"})
+
+
+def test_missing_repo_and_bad_names_are_refused(hub):
     with pytest.raises(diloco.NoRepository, match="404"):
         diloco.open_hub("me/nothing").head()
     for name in ("nothing", "a/b/c", "http://x/y", "C:\\hub"):
         with pytest.raises(ValueError, match="distributed.hub"):
             diloco.open_hub(name)
     assert diloco.open_hub("~/hub").root == Path.home() / "hub"
-
-
-def test_an_empty_hub_holds_nothing(hub, remote, tmp_path):
-    version, tag = remote.head()
-    assert (version, tag) == (hub.head(remote.repo)[0], "")
-    assert remote.read(diloco.STEP) == (version, None) and remote.read(diloco.PAGE)[1] is None
-    assert remote.list("nodes/") == [] == remote.list("")
-    with pytest.raises(FileNotFoundError):
-        remote.fetch(diloco.WEIGHTS, version, tmp_path / "to")
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
@@ -5415,48 +5434,13 @@ def test_a_redirect_within_a_repository_is_no_move(remote):
         remote.note_move(answers(
             is_redirect=True, headers={"Location": location},
             request=answers(url="https://hub.example/me/x/resolve/main/y")))
-    assert remote.repo == remote.name
-
-
-@pytest.mark.parametrize("path", ["/commit/", "/preupload/", "/info/lfs/"])
-def test_a_quota_that_is_used_up_is_no_end(hub, remote, tmp_path, path):
-    big = tmp_path / "w.safetensors"
-    big.write_bytes(os.urandom(3000))
-    hub.fault("POST", path, 403, says="Private repository storage limit reached, please upgrade")
-    with pytest.raises(diloco.StorageFull, match="storage limit reached") as e:
-        remote.commit({"w.safetensors": big})
-    assert e.value.args[1] >= 30
-    assert remote.commit({"w.safetensors": big})
-
-
-def test_one_403_is_not_the_end_of_a_node_and_lasting_ones_are(hub, remote):
-    hub.fault("POST", "/commit/", 403)
-    with pytest.raises(diloco.Refused, match="may it write"):       # it never could
-        remote.commit({"x": b"0"})
-    remote.commit({"x": b"1"})
-    for _ in range(2):
-        hub.fault("POST", "/commit/", 403, count=diloco.DENIALS)
-        for i in range(diloco.DENIALS):
-            with pytest.raises(diloco.Unavailable) as e:
-                remote.commit({"x": b"2"})
-            assert e.value.args[1] == 10.0 * (i + 1)
-        remote.commit({"x": b"3"})
-    hub.fault("POST", "/commit/", 403, count=99)
-    said = []
-
-    def failed(error, seconds):
-        said.append(seconds)
-    with pytest.raises(diloco.Refused, match="403"):
-        diloco.retry(functools.partial(remote.commit, {"x": b"4"}), failed)
-    assert said == [10.0, 20.0, 30.0, 40.0, 50.0]
+    assert "me/x" not in remote.moved
 
 
 def test_offline_is_one_line(tmp_path):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    for script, flags in (("master.py", ["--status"]), ("master.py", []),
-                          ("worker.py", ["--node-id=a"])):
+    for script, flags in (("master.py", []), ("worker.py", ["--node-id=a"])):
         done = run_script(["--hub=me/repo", "--config=smoke", *flags], tmp_path, script,
-                          env=environment)
+                          env={**os.environ, "HF_HUB_OFFLINE": "1"})
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         assert "HF_HUB_OFFLINE is set" in done.stderr
 
@@ -5479,28 +5463,21 @@ class Moody(Memory):
 
 def test_a_patient_transport_retries_what_it_reads_and_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
-    said, stopping = [], []
-
-    def failed(error, seconds):
-        said.append((error, seconds))
-    moody = Moody()
-    patient = diloco.Patient(moody, failed, lambda: bool(stopping))
+    said, stopping, moody = [], [], Moody()
+    patient = diloco.Patient(moody, lambda *what: said.append(what), lambda: bool(stopping))
     assert patient.least_poll == Memory.least_poll and patient.limited is False
     for verb, args in (("commit", ({diloco.STEP: b"{}"},)), ("squash", ())):
         for _ in range(2):      # once each: whether it was made is the caller's question
             with pytest.raises(diloco.Unavailable):
                 getattr(patient, verb)(*args)
-        assert said == [] and moody.files == {}
         getattr(patient, verb)(*args)
-        moody.files.clear()
-    moody.files[diloco.STEP] = b"{}"
+    assert said == [] and moody.commits and moody.files == {diloco.STEP: b"{}"}
     for verb, *args in (("head",), ("read", diloco.STEP), ("list", "global/"),
                         ("fetch", diloco.STEP, None, tmp_path / "to")):
         want = getattr(Memory, verb)(moody, *args)
         assert getattr(patient, verb)(*args) == want
         assert said == [(f"no {verb} now", 7.0)] * 2
         said.clear()
-    assert (tmp_path / "to").read_bytes() == b"{}"
     moody.calls["fetch"] = 2
     with pytest.raises(FileNotFoundError):      # what does not pass comes at once
         patient.fetch("missing", None, tmp_path / "to")
@@ -5539,7 +5516,6 @@ def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
     assert all(torch.equal(v, a.work[k]) and torch.equal(v, master.weights[k])
                for k, v in a.weights().items())
     assert [line["outer_step"] for line in history_of(remote)] == [1, 2, 3, 4, 5, 6]
-
 
 # ---- diloco.py: a repository and a bucket
 # - each killed call of a master or a worker, lost answer or half batch: nothing is lost or doubled
@@ -5643,7 +5619,7 @@ class Split(diloco.HubTransport):
 @pytest.fixture
 def store(monkeypatch):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
-    monkeypatch.setattr(diloco, "why_no_bucket", lambda hub: "")
+    monkeypatch.setattr(diloco, "require_buckets", lambda hub: None)
     return Store()
 
 
@@ -5824,7 +5800,7 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
     for i, reason in enumerate(["HF_HUB_DISABLE_XET", "404"]):
         if reason == "404":     # of a Hub that has none
-            monkeypatch.setattr(diloco, "why_no_bucket", lambda hub: "")
+            monkeypatch.setattr(diloco, "require_buckets", lambda hub: None)
         transport = diloco.open_hub(f"me/none{i}", create=True, bucket="auto")
         assert transport.bucket == "" and transport.limited
         out = capsys.readouterr().out
@@ -5838,7 +5814,7 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
     state.bucket = "me/x-swarm"
     transport.commit({diloco.STEP: state.content()})
     monkeypatch.undo()
-    with pytest.raises(diloco.Refused, match="bucket me/x-swarm, but HF_HUB.* pip install"):
+    with pytest.raises(diloco.Refused, match="buckets need Xet: unset HF_HUB"):
         diloco.open_hub(f"me/none{i}").read(diloco.STEP)
     for bad in ("swarm", "a/b/c", "http://x/y"):
         with pytest.raises(ValueError, match="distributed.bucket"):
