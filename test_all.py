@@ -141,12 +141,15 @@ def test_order_of_flags_does_not_matter_and_command_line_wins():
     assert config_module.base["optimizer"]["lr"] == 1e-3, "a load must not change the defaults"
 
 
-def test_help_shows_every_key_with_its_default_and_a_comment():
-    text = config_module.help_text()
-    for section, values in config_module.base.items():
+def test_help_begins_with_what_people_use_and_shows_every_key(capsys):
+    with pytest.raises(SystemExit):
+        load_config(["--config=gpt2", "--help"])
+    first, of_gpt2, *sections = capsys.readouterr().out.split("\n\n")[2:]
+    assert first.startswith("first\n  --config=small ") and first.count("\n") <= 15
+    assert of_gpt2.startswith("what --config=gpt2 sets\n") and "--model.n_layer=12 " in of_gpt2
+    for text, (section, values) in zip(sections, config_module.base.items(), strict=True):
         for key in values:
-            assert re.search(rf"^  --{section}\.{key}=\S.*? +[a-z]+", text, re.M), \
-                f"{section}.{key}"
+            assert re.search(rf"^  --{section}\.{key}=\S*? +[a-z]+", text, re.M), key
 
 # ---- model.py
 
@@ -807,6 +810,15 @@ def test_bytes_have_a_tokenizer_that_transformers_reads(tmp_path):
 # ---- sampling
 
 
+class NoCache(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids)
+
+
 @pytest.mark.parametrize("more", [
     {}, dict(n_kv_head=1, qkv_bias=True), dict(n_kv_head=1, head_dim=16, qk_norm=True)])
 def test_the_cache_changes_nothing(tmp_path, more):
@@ -825,8 +837,8 @@ def test_the_cache_changes_nothing(tmp_path, more):
     config = tiny(tmp_path, "--vocab-size=97", "--block-size=60", "--seed=5")
     for settings in ({}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9}):
         config["sample"].update(settings)
-        texts = [trainer_module.generate(m, [1, 2, 3], config, 90, cache=cache)
-                 for cache in (False, True)]
+        texts = [trainer_module.generate(each, [1, 2, 3], config, 90)
+                 for each in (m, NoCache(m))]
         assert texts[0] == texts[1] and len(texts[0]) == 93, "also past block_size"
 
 
@@ -2340,7 +2352,8 @@ def test_tensorboard_gets_each_number_once(tmp_path, monkeypatch):
     assert [v for n, _, v in first.scalars + second.scalars if n == "train/loss"] == [
         line["loss"] for line in lines_of(t.folder, "step")]
     second.open = True
-    t.tensorboard("eval", {"step": 4, "val_loss": None, "val_loss_per_byte": 1.5})
+    trainer_module.write_scalars(
+        second, "eval", {"step": 4, "val_loss": None, "val_loss_per_byte": 1.5})
     assert second.scalars[5:] == [("val/loss_per_byte", 4, 1.5)]
 
 

@@ -19,8 +19,7 @@ import torch
 
 from model import build_model, export, exported_files, pretrained_config
 from trainer import (Text, Trainer, TrainingError, build_data, checkpoints, load_checkpoint,
-                     load_model, out_of_memory, plot, run_folder, sample_text, say, show_sample,
-                     tokenizer_files)
+                     load_model, out_of_memory, plot, print_sample, run_folder, say, tokenizer_files)
 
 
 def use(argv, config):
@@ -32,7 +31,7 @@ def use(argv, config):
     load_model(model, state, path)
     say(f"notice   {path}, at step {state['step']:,}: no training")
     if "run.sample" in given(argv):
-        show_sample(sample_text(model, config, Text(config), config["sample"]["tokens"]))
+        print_sample(model, config, Text(config), config["sample"]["tokens"])
     if "run.export" in given(argv):
         save(model, config)
 
