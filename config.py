@@ -274,7 +274,7 @@ def load_config(argv: list[str], published: dict | None = None, pretrained: dict
     """
     if {"-h", "--help"} & set(argv):
         others = [argument for argument in argv if argument not in ("-h", "--help")]
-        print(help_text(named_config(others) or base["run"]["config"]))
+        print(help_text(named_config(others) or "small"))
         raise SystemExit(0)
     flags, name = read_flags(argv), named_config(argv) or base["run"]["config"]
     asked = {(section, key) for section, key, _ in flags}
@@ -378,13 +378,14 @@ FIRST = ("config", "name", "data.path", "max-steps", "lr", "micro-batch-size", "
          "device", "precision", "resume", "sample", "export", "plot", "node-id", "hub")
 
 
-def help_text(name: str) -> str:
+def help_text(name: str = base["run"]["config"]) -> str:
     """The flags that people use first, what the config `name` sets, and every setting with its
     default, section by section."""
     def line(flag, value, text):
         value = ",".join(map(str, value)) if isinstance(value, tuple) else value
         value = str(value).lower() if isinstance(value, bool) else value
-        return f"  --{f'{flag}={value}':<32} {text}"
+        shown = f"{flag}=" + (f"{value}" or '""')
+        return f"  --{shown:<32} {text}"
     lines = [HELP, "", "first"]
     for flag in FIRST:
         section, key = resolve(flag)
