@@ -24,6 +24,7 @@ import random
 import re
 import resource
 import shlex
+import shutil
 import signal
 import statistics
 import struct
@@ -86,6 +87,9 @@ def run_script(args, cwd, script="train.py", **kwargs):
                           text=True, timeout=240, **kwargs)
 
 # ---- config.py
+# A flag is read as the type of its default, in any order, and wins over the named config.
+# What is no setting, or no value for it, is refused in one line that names it.
+# The help begins with what people use and shows every key.
 
 
 @pytest.mark.parametrize("flag, section, key, value", [
@@ -808,6 +812,8 @@ def test_bytes_have_a_tokenizer_that_transformers_reads(tmp_path):
     assert trainer_module.generate(m, list(b"def "), config, 50) == want
 
 # ---- sampling
+# The cache changes nothing but the time. top_k, top_p and temperature draw from what they should.
+# A model is found by its name; what is none is refused by name.
 
 
 class NoCache(nn.Module):
@@ -1595,6 +1601,7 @@ def test_an_export_answers_a_batch_of_prompts(tmp_path, special):
 
 
 # ---- trainer.py: precision, optimizer, learning rate
+# What the hardware lacks becomes fp32. Every parameter is in one group, and moves. Curves are right.
 
 
 def test_precision_and_device_table(monkeypatch):
@@ -1990,7 +1997,7 @@ def test_broken_compile_falls_back(tmp_path, monkeypatch, capsys):
 # checkpoints
 
 
-def names_of(t):
+def saved_by(t):
     return [p.name for p in t.checkpoints()]
 
 
@@ -2023,7 +2030,7 @@ def test_resume_passes_over_damaged_checkpoints_and_keeps_the_good(tmp_path, cap
     assert t.step == 2 and out.count("is damaged") == 2 and "step_000000000006" in out
     t.train()
     assert same_weights(t, done)
-    assert names_of(t) == ["step_000000000006.pt", "step_000000000004.pt"]
+    assert saved_by(t) == ["step_000000000006.pt", "step_000000000004.pt"]
     for name in ("step_000000000006.pt.damaged", "step_9_mine.pt"):
         assert (t.folder / name).exists()
     for path in t.checkpoints():
@@ -2131,7 +2138,7 @@ def test_what_fails_between_updates_saves_first(tmp_path, where, error, raised, 
         t.model.register_forward_pre_hook(before_forward)
     with pytest.raises(raised, match=says) as e:
         t.train()
-    assert "\n" not in str(e.value) and names_of(t) == ["step_000000000003.pt"]
+    assert "\n" not in str(e.value) and saved_by(t) == ["step_000000000003.pt"]
 
 
 def test_trouble_with_the_validation_data_saves_the_work(tmp_path):
@@ -2139,7 +2146,7 @@ def test_trouble_with_the_validation_data_saves_the_work(tmp_path):
     t = make_trainer(tiny(tmp_path, f"--val-path={tmp_path}/big.bin", "--eval-every=3"))
     with pytest.raises(TrainingError, match="^token .* is outside model.vocab_size=64$"):
         t.train()
-    assert names_of(t) == ["step_000000000003.pt"]
+    assert saved_by(t) == ["step_000000000003.pt"]
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(tmp_path):
@@ -2148,7 +2155,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_state(tmp_path):
         lambda module, inputs, loss: loss * math.nan if t.step == 3 and module.training else loss)
     with pytest.raises(TrainingError, match="not finite near step 4.*step_000000000002.pt"):
         t.train()
-    assert names_of(t) == ["step_000000000002.pt"]
+    assert saved_by(t) == ["step_000000000002.pt"]
     assert all(v.isfinite().all() for v in read_checkpoint(t.checkpoints()[0])["model"].values())
     assert all(p.isfinite().all() for p in t.model.parameters())
 
@@ -2220,6 +2227,8 @@ def test_half_precision_model_and_negative_labels():
             != m(ids, labels=ids)["loss"])
 
 # ---- trainer.py: watching
+# A picture of any curves is sound. Plotting only reads. TensorBoard gets each number once.
+# Whatever is printed goes above the bar; a pipe gets plain lines.
 
 
 def decay(steps, end=2.0, every=1):
@@ -2345,12 +2354,9 @@ class Terminal(io.StringIO):
 
 
 def test_whatever_is_printed_goes_above_the_bar(tmp_path, monkeypatch):
-    class Talks:
+    class Talks(Coordinator):
         def start(self, trainer):
             print("waiting  for a global model")
-
-        def lr_scale(self, step):
-            return 1.0
 
         def after_step(self, trainer):
             print("hub_error", "two", "writes", flush=True)
@@ -2365,9 +2371,6 @@ def test_whatever_is_printed_goes_above_the_bar(tmp_path, monkeypatch):
 
         def finish(self, trainer):
             print("finish")
-
-        def state_dict(self):
-            return {}
     monkeypatch.delenv("TERM", raising=False)
     for steps, flags in ((6, []), (9, ["--name=bug"])):
         terminal = Terminal()
@@ -2446,16 +2449,22 @@ def test_a_bar_in_a_terminal_and_plain_lines_in_a_pipe(tmp_path):
     steps = [line["step"] for line in lines_of(tmp_path / "runs/t", "step")]
     assert steps == [1, 2, 5, 10, 11, 12, 15, *range(20, n + 1, 10)]
 
+# ---- train.py, as processes
+# A run remembers its settings. Killed at any moment and resumed, it is the run.
+# A signal, a dead data process, a full disk and an output that is gone lose nothing.
+# A refusal is one line with status 2, and touches nothing.
+# The README's commands work, and each leaf works alone.
 
-# ---- train.py, as processes: a run remembers, and nothing from outside loses it
+
+def train_main(capfd, *args):
+    """(what train.py ends with, what it prints), without a process."""
+    said = train.main(list(args))
+    return said, capfd.readouterr().out
 
 
 def test_a_run_remembers_its_settings(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-
-    def run(*args):
-        said = train.main(list(args))
-        return said, capfd.readouterr().out
+    run = functools.partial(train_main, capfd)
     first = ["--config=smoke", "--name=two", "--max-steps=6", "--lr=0.003", "--data.path=synthetic",
              "--n-layer=1", "--d-model=32", "--device=cpu", "--eval-batches=1"]
     assert run(*first)[0] is None
@@ -2487,12 +2496,19 @@ SILENT = ["--config=smoke", "--data.path=synthetic", "--eval-every=0", "--device
           "--checkpoint.every-steps=100000", "--name=s"]
 
 
-def begun(tmp_path, args, **kwargs):
-    """train.py as a process that has done a few steps."""
+def last_step(folder):
+    try:
+        return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return -1
+
+
+def begun(tmp_path, args, until=lambda folder: last_step(folder) >= 5, **kwargs):
+    """train.py as a process, once until(its folder) holds, or after its end."""
     p = subprocess.Popen([sys.executable, HERE / "train.py", *SILENT, *args], cwd=tmp_path,
                          text=True, **kwargs)
-    while last_step(tmp_path / "runs/s") < 5 and p.poll() is None:
-        time.sleep(0.05)
+    while not until(tmp_path / "runs/s") and p.poll() is None:
+        time.sleep(0.002)
     return p
 
 
@@ -2581,69 +2597,45 @@ KILL = ["--config=smoke", "--data.path=stdlib", "--dropout=0.1", "--micro-batch-
         "--logging.every-steps=1", "--eval-every=8", "--d-model=128", "--n-layer=4", "--device=cpu"]
 
 
-def kill_when(args, cwd, ready, folder):
-    """Start train.py and kill -9 it as soon as ready(folder) holds; False if it ended before."""
-    p = subprocess.Popen([sys.executable, HERE / "train.py", *args], cwd=cwd,
-                         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    while p.poll() is None:
-        if ready(folder):
-            p.send_signal(signal.SIGKILL)
-            break
-    p.wait()
-    p.stderr.close()
-    return p.returncode == -signal.SIGKILL
-
-
-def last_step(folder):
-    try:
-        return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    except (OSError, ValueError, KeyError, IndexError):
-        return -1
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_killed_at_any_moment_the_resumed_run_is_the_run(tmp_path, workers):
-    args = [*KILL, f"--num-workers={workers}"]
-    assert run_script([*args, "--name=whole"], tmp_path).returncode == 0
-    whole, folder = tmp_path / "runs/whole", tmp_path / "runs/killed"
-    args.append("--name=killed")
-    # in the middle of nothing, right after a checkpoint, and while one is being written
-    assert kill_when(args, tmp_path, lambda f: last_step(f) >= 6, folder)
-    if not workers:
-        assert kill_when([*args, "--resume"], tmp_path,
-                         lambda f: (f / "step_000000000012.pt").exists(), folder)
-    assert kill_when([*args, "--resume"], tmp_path,
-                     lambda f: last_step(f) >= 13 and list(f.glob("step_*.tmp")), folder)
+def test_killed_at_any_moment_the_resumed_run_is_the_run(tmp_path, monkeypatch, workers):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*KILL, "--name=whole"]) is None
+    whole, folder = tmp_path / "runs/whole", tmp_path / "runs/s"
+    args = [*KILL, "--name=s", f"--num-workers={workers}"]
+    moments = [lambda f: last_step(f) >= 3,                         # before any checkpoint
+               lambda f: (f / "step_000000000012.pt").exists(),     # right after one
+               lambda f: last_step(f) >= 13 and list(f.glob("step_*.tmp"))]    # while one is written
+    for moment in moments[2:] if workers else moments:
+        resume = "--resume=true" if list(folder.glob("step_*.pt")) else "--resume=false"
+        if resume == "--resume=false" and folder.exists():
+            shutil.rmtree(folder)       # a run that has saved nothing begins again
+        p = begun(tmp_path, [*args, resume], moment, stdout=subprocess.DEVNULL)
+        p.kill()
+        assert p.wait() == -signal.SIGKILL, "it ended before"
     assert list(folder.glob("*.tmp")), "the kill came too late to leave a half-written file"
-    end = run_script([*args, "--resume"], tmp_path)
-    assert end.returncode == 0, end.stderr
+    assert train.main([*args, "--resume"]) is None
     a, b = (read_checkpoint(f / "step_000000000024.pt") for f in (whole, folder))
     assert all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
     for old, new in zip(a["optimizers"], b["optimizers"]):
         assert all(torch.equal(v, new["state"][i][k])
                    for i, state in old["state"].items() for k, v in state.items())
     assert a["position"] == b["position"] and a["best"] == b["best"]
-    def keep(f, event, key):
-        return [(line["step"], line[key]) for line in lines_of(f, event)]
-    assert (keep(whole, "step", "loss") == keep(folder, "step", "loss")
-            and keep(whole, "eval", "val_loss") == keep(folder, "eval", "val_loss"))
-    assert len(keep(whole, "step", "loss")) == 24
+    for event, key in (("step", "loss"), ("eval", "val_loss")):
+        lines = [[(line["step"], line[key]) for line in lines_of(f, event)]
+                 for f in (whole, folder)]
+        assert lines[0] == lines[1] and len(lines[0]) == (24 if event == "step" else 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends_well(tmp_path, number):
-    args = [*KILL, "--max-steps=100000", "--name=s", "--num-workers=1"]
-    p = subprocess.Popen([sys.executable, HERE / "train.py", *args], cwd=tmp_path,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         text=True, start_new_session=True)
-    while last_step(tmp_path / "runs/s") < 5 and p.poll() is None:
-        time.sleep(0.05)
+    p = begun(tmp_path, ["--max-steps=1000000", "--num-workers=1"], stdout=subprocess.PIPE,
+              stderr=subprocess.PIPE, start_new_session=True)
     os.killpg(p.pid, number)    # to the whole group, as a terminal or a batch system does
-    out, err = p.communicate(timeout=60)
+    out, err = p.communicate(timeout=240)
     assert p.returncode == 0 and "--resume goes on from step" in out and not err, err
     step = int(out.split("from step")[1])
-    assert (last_step(tmp_path / "runs/s") == step
-            and (tmp_path / f"runs/s/step_{step:012d}.pt").exists())
+    assert last_step(tmp_path / "runs/s") == step and saved_at_its_end(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -2689,10 +2681,12 @@ def test_refusals_are_one_line_and_exit_2(bad, monkeypatch, flags, says):
         "a refused start must not touch the run"
 
 
-def test_full_disk_loses_nothing(tmp_path):
-    args = [*KILL, "--name=full"]
-    assert run_script([*args, "--max-steps=4"], tmp_path).returncode == 0
-    size = (tmp_path / "runs/full/step_000000000004.pt").stat().st_size
+def test_full_disk_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = [*SILENT, "--eval-every=4", "--max-steps=8"]
+    assert train.main([*args, "--max-steps=4"]) is None
+    folder = tmp_path / "runs/s"
+    size = (folder / "step_000000000004.pt").stat().st_size
 
     def limit():  # a write past the limit fails as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -2700,17 +2694,14 @@ def test_full_disk_loses_nothing(tmp_path):
     done = run_script([*args, "--resume"], tmp_path, preexec_fn=limit)
     assert (done.returncode == 2 and "cannot write" in done.stderr
             and done.stderr.count("\n") == 1), done.stderr
-    assert (sorted(p.name for p in (tmp_path / "runs/full").iterdir())
+    assert (sorted(p.name for p in folder.iterdir())
             == [".lock", "best.pt", "latest.json", "metrics.jsonl", "step_000000000004.pt"])
-    assert run_script([*args, "--resume"], tmp_path).returncode == 0
+    assert train.main([*args, "--resume"]) is None
 
 
 def test_a_run_is_sampled_and_exported_without_training(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-
-    def run(*args):
-        said = train.main(["--config=smoke", *args])
-        return said, capfd.readouterr().out
+    run = functools.partial(train_main, capfd, "--config=smoke")
     said, out = run("--max-steps=6", "--sample=def ", "--eval-every=3", "--tokens=120")
     assert said is None and out.count("sample   ---") == 2
     assert out.index("sample ") < out.index("step     6/6"), "at each evaluation"

@@ -1186,8 +1186,13 @@ def ignore_index(model: nn.Module) -> int:
     for owner in (model, getattr(model, "config", None), *losses):
         if isinstance(value := getattr(owner, "ignore_index", None), int):
             return value
+    return written_ignore_index(type(model))
+
+
+@functools.cache        # to find the source of a class takes up to a third of a second
+def written_ignore_index(kind: type) -> int:
     with contextlib.suppress(OSError, TypeError):   # no source to read
-        if written := re.search(r"ignore_index\s*=\s*(-?\d+)", inspect.getsource(type(model))):
+        if written := re.search(r"ignore_index\s*=\s*(-?\d+)", inspect.getsource(kind)):
             return int(written[1])
     return IGNORE
 
