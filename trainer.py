@@ -1061,19 +1061,15 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
 def pick_device(name: str) -> torch.device:
     """The device that run.device names; auto takes the first there is of cuda, mps and cpu.
     Raises ValueError for a device that this machine lacks."""
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-             "cpu": True}
-    there = [kind for kind in found if found[kind]]
-    try:
-        device = torch.device(there[0] if name == "auto" else name)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise RuntimeError
-        if device.type not in there:
-            raise RuntimeError
-        return device
-    except RuntimeError:
+    there = {f"cuda:{i}" for i in range(torch.cuda.device_count())} | {"cpu"}
+    there |= {"cuda"} if torch.cuda.is_available() else set()
+    there |= {"mps"} if torch.backends.mps.is_available() else set()
+    if name == "auto":
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if kind in there))
+    if name not in there:
         raise ValueError(f"run.device={name} is not on this machine: use auto or one of "
-                         f"{', '.join(there)}") from None
+                         f"{', '.join(sorted(there))}")
+    return torch.device(name)
 
 
 def cpu_has_fast_bf16() -> bool:
@@ -1088,20 +1084,19 @@ def cpu_has_fast_bf16() -> bool:
 
 def pick_precision(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     """(dtype of autocast, why) for run.precision. What the hardware lacks becomes fp32."""
-    if device.type == "cuda":
-        fast = {"fp16": torch.float16}
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            fast = {"bf16": torch.bfloat16, **fast}
-    else:
-        fast = {"bf16": torch.bfloat16} if device.type == "cpu" and cpu_has_fast_bf16() else {}
+    cuda = device.type == "cuda"
+    bf16 = (torch.cuda.is_bf16_supported(including_emulation=False) if cuda
+            else device.type == "cpu" and cpu_has_fast_bf16())
     if wanted == "auto":
-        if device.type != "cuda":
+        if not cuda:
             return torch.float32, f"auto on {device.type}"
-        best = next(iter(fast))
-        return fast[best], f"auto, {'native' if best == 'bf16' else 'no native bf16'} here"
-    if wanted == "fp32" or wanted in fast:
-        return fast.get(wanted, torch.float32), "as asked for"
-    return torch.float32, f"{wanted} was asked for, but this {device.type} has no fast {wanted}"
+        if not bf16:
+            return torch.float16, "auto, no native bf16 here"
+        return torch.bfloat16, "auto, native here"
+    if wanted == "bf16" and not bf16 or wanted == "fp16" and not cuda:
+        return torch.float32, f"{wanted} was asked for, but this {device.type} has no fast {wanted}"
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes[wanted], "as asked for"
 
 
 def build_optimizers(
@@ -1600,10 +1595,10 @@ def summary_writer() -> type:
     """TensorBoard's own class. Raises ValueError without the package."""
     try:
         from torch.utils.tensorboard import SummaryWriter
+        return SummaryWriter
     except ImportError as e:
         raise ValueError(f"logging.tensorboard=True needs a package: pip install tensorboard "
                          f"({one_line(e)[:100]})") from e
-    return SummaryWriter
 
 
 def write_scalars(writer, event: str, payload: dict):
@@ -1820,8 +1815,8 @@ class Trainer:
         path = self.folder / f"step_{self.step:012d}.pt"
         state = self.state_dict()
         write_atomically(path, lambda f: torch.save(state, f))
-        latest = json.dumps({"step": self.step, "path": path.name})
-        write_atomically(self.folder / "latest.json", lambda f: f.write(latest.encode()))
+        latest = json.dumps({"step": self.step, "path": path.name}).encode()
+        write_atomically(self.folder / "latest.json", lambda f: f.write(latest))
         for old in self.checkpoints()[self.config["checkpoint"]["keep_last"]:]:
             old.unlink()
         self.emit("checkpoint", f"{self.progress()} | {path}", step=self.step, path=path.name)
@@ -1847,9 +1842,10 @@ class Trainer:
                 say(f"notice   {newer.name} is set aside as {newer.name}{ending}")
                 newer.rename(newer.with_name(newer.name + ending))
         forget_after(self.folder, self.step)
-        changed = changes(state["config"], self.config)
-        changed = changed and f" | now {changed}"
-        say(f"resume   from {path} at step {self.step:,}{changed}")
+        line = f"resume   from {path} at step {self.step:,}"
+        if changed := changes(state["config"], self.config):
+            line += f" | now {changed}"
+        say(line)
         before, now = state.get("data"), getattr(self.train_data, "fingerprint", None)
         if before and now and (change := data_change(before, now)):
             say(f"notice   {change}")
