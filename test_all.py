@@ -1601,7 +1601,9 @@ def test_an_export_answers_a_batch_of_prompts(tmp_path, special):
 
 
 # ---- trainer.py: precision, optimizer, learning rate
-# What the hardware lacks becomes fp32. Every parameter is in one group, and moves. Curves are right.
+# What the hardware lacks becomes fp32.
+# Every parameter is in one group, and moves.
+# The learning rate follows the curve of its name.
 
 
 def test_precision_and_device_table(monkeypatch):
@@ -1783,7 +1785,8 @@ def short_config(tmp_path, **sections):
     """As somebody writes it who copied trainer.py: what is left out is in the file."""
     config = {"run": {"output_dir": str(tmp_path), "max_steps": 10, "device": "cpu"},
               "optimizer": {"lr": 1e-2}, "scheduler": {"warmup_steps": 2},
-              "data": {"micro_batch_size": 8, "target_batch_size": 8}, "logging": {"every_steps": 1}}
+              "data": {"micro_batch_size": 8, "target_batch_size": 8},
+              "logging": {"every_steps": 1}}
     for section, values in sections.items():
         config[section] = {**config.get(section, {}), **values}
     return config
@@ -1843,7 +1846,7 @@ def test_a_mean_is_over_labels(tmp_path, kind):
             tmp_path, run={"max_steps": 1, "name": str(micro)}, optimizer={"grad_clip": 0.0},
             data={"micro_batch_size": micro}), data)
         for name, p in model.named_parameters():
-            p.register_hook(lambda g, name=name: gradients.update({name: gradients.get(name, 0) + g}))
+            p.register_hook(lambda g, k=name: gradients.update({k: gradients.get(k, 0) + g}))
         val_loss = mean_of(model, data, micro)
         t.train()
         results.append((gradients, lines_of(t.folder, "step")[0]["loss"], val_loss))
@@ -1900,7 +1903,8 @@ def test_the_head_lines_say_what_is_there(tmp_path, capsys):
         tmp_path, run={"max_steps": 2}, data={"micro_batch_size": 4}), data).train()
     out = capsys.readouterr().out
     assert "model    Sequential | 442 parameters | to step 2\n" in out
-    assert "batch    2 x 16 x 16 = 512 tokens per step (microbatches x samples x positions)\n" in out
+    assert ("batch    2 x 16 x 16 = 512 tokens per step (microbatches x samples x positions)\n"
+            in out)
 
 
 def test_a_model_that_takes_no_ignored_label_is_told(tmp_path):
@@ -1976,7 +1980,8 @@ def test_coordinator_is_called_and_saved(tmp_path):
         t.train()
     assert calls == [("start", 0), ("step", 1), ("step", 2), ("finish", 2),
                      ("load", 4), ("start", 2), ("step", 3), ("finish", 3)]
-    assert {line["lr"] for line in lines_of(t.folder, "step")} == {0.5 * t.config["optimizer"]["lr"]}
+    rates = {line["lr"] for line in lines_of(t.folder, "step")}
+    assert rates == {0.5 * t.config["optimizer"]["lr"]}
 
 
 def test_broken_compile_falls_back(tmp_path, monkeypatch, capsys):
@@ -2165,7 +2170,8 @@ def test_fp16_that_collapses_stops_with_its_state(tmp_path, monkeypatch):
     # a scale that falls, and one that does not
     for name, scaler, says in (
             ("a", {}, "fp16 has skipped .* updates in a row, its loss scale"),
-            ("b", dict(init_scale=2.0 ** 14, backoff_factor=0.999), "fp16 has skipped 100 updates")):
+            ("b", {"init_scale": 2.0 ** 14, "backoff_factor": 0.999},
+             "fp16 has skipped 100 updates")):
         t = make_trainer(tiny(tmp_path, "--max-steps=500", f"--name={name}"))
         t.scaler = torch.amp.GradScaler("cpu", **scaler)
         before = {k: v.clone() for k, v in t.model.state_dict().items()}
@@ -2385,8 +2391,8 @@ def test_whatever_is_printed_goes_above_the_bar(tmp_path, monkeypatch):
         assert sys.stdout is terminal and sys.stderr is errors      # given back
         lines = on_screen(terminal.getvalue())
         assert {line.split()[0] for line in lines if line} <= {
-            "data", "device", "model", "folder", "batch", "waiting", "hub_error", "a", "notice", "push",
-            "eval", "checkpoint", "step", "finish"}, lines
+            "data", "device", "model", "folder", "batch", "waiting", "hub_error", "a", "notice",
+            "push", "eval", "checkpoint", "step", "finish"}, lines
         updates = 3 if not flags else 4
         assert lines.count("notice   half a line and its end") == updates
         assert lines.count("hub_error two writes") == lines.count("a warning") == updates
@@ -2492,8 +2498,8 @@ def test_a_run_remembers_its_settings(tmp_path, monkeypatch, capfd):
     assert not (tmp_path / "runs/nobody").exists()
 
 
-SILENT = ["--config=smoke", "--data.path=synthetic", "--eval-every=0", "--device=cpu", "--d-model=32",
-          "--checkpoint.every-steps=100000", "--name=s"]
+SILENT = ["--config=smoke", "--data.path=synthetic", "--eval-every=0", "--device=cpu",
+          "--d-model=32", "--checkpoint.every-steps=100000", "--name=s"]
 
 
 def last_step(folder):
@@ -2531,8 +2537,8 @@ def test_a_data_process_that_dies_loses_nothing(tmp_path):
 @pytest.mark.parametrize("shell", ["| head -2", "> /dev/full", ">&- 2>&-", "| iconv -f cp1252"])
 def test_output_that_goes_or_cannot_show_a_letter_is_no_end(tmp_path, shell):
     sample = " --sample=\u65e5\u672c --tokens=20"
-    done = subprocess.run(f"{sys.executable} {HERE}/train.py {' '.join(SILENT)} --max-steps=20{sample} "
-                          f"{shell}; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash",
+    command = f"{sys.executable} {HERE}/train.py {' '.join(SILENT)} --max-steps=20{sample}"
+    done = subprocess.run(["/bin/bash", "-c", f"{command} {shell}; exit ${{PIPESTATUS[0]}}"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=240,
                           env={**os.environ, "PYTHONIOENCODING": "cp1252"})
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
@@ -2603,9 +2609,10 @@ def test_killed_at_any_moment_the_resumed_run_is_the_run(tmp_path, monkeypatch, 
     assert train.main([*KILL, "--name=whole"]) is None
     whole, folder = tmp_path / "runs/whole", tmp_path / "runs/s"
     args = [*KILL, "--name=s", f"--num-workers={workers}"]
-    moments = [lambda f: last_step(f) >= 3,                         # before any checkpoint
-               lambda f: (f / "step_000000000012.pt").exists(),     # right after one
-               lambda f: last_step(f) >= 13 and list(f.glob("step_*.tmp"))]    # while one is written
+    moments = [
+        lambda f: last_step(f) >= 3,                        # before any checkpoint
+        lambda f: (f / "step_000000000012.pt").exists(),    # right after one
+        lambda f: last_step(f) >= 13 and list(f.glob("step_*.tmp"))]   # while one is written
     for moment in moments[2:] if workers else moments:
         resume = "--resume=true" if list(folder.glob("step_*.pt")) else "--resume=false"
         if resume == "--resume=false" and folder.exists():

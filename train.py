@@ -19,7 +19,8 @@ import torch
 
 from model import build_model, export, exported_files, pretrained_config
 from trainer import (Text, Trainer, TrainingError, build_data, checkpoints, load_checkpoint,
-                     load_model, out_of_memory, plot, print_sample, run_folder, say, tokenizer_files)
+                     load_model, out_of_memory, plot, print_sample, run_folder, say,
+                     tokenizer_files)
 
 
 def save(model, config):

@@ -1679,6 +1679,24 @@ def outside_trouble(e: Exception) -> str:
     return out_of_memory(e)
 
 
+@contextlib.contextmanager
+def catching_signals(handler):
+    """Ctrl-C, SIGTERM and SIGHUP go to `handler` in here. A SIGHUP that nohup ignores stays
+    ignored."""
+    names, before = [], {}
+    if threading.current_thread() is threading.main_thread():   # Python allows it nowhere else
+        names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    for name in names:
+        number = signal.Signals[name]
+        if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
 class Trainer:
     """Trains `model` on `train_data` until config.run.max_steps.
 
@@ -1962,7 +1980,7 @@ class Trainer:
     def train(self):
         """Run to max_steps, or to a signal, and evaluate and save there. Whatever ends a run from
         outside an update saves first. Raises TrainingError, in one line, for what is no bug."""
-        with self.catching_signals():
+        with catching_signals(self.on_signal):
             try:
                 self.run()
             except Exception as e:
@@ -1976,24 +1994,9 @@ class Trainer:
                     self.writer.close()
                 self.lock.release(force=True)
 
-    @contextlib.contextmanager
-    def catching_signals(self):
-        """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step under way, the second one
-        ends it at once, as a KeyboardInterrupt. A SIGHUP that nohup ignores stays ignored."""
-        names, before = [], {}
-        if threading.current_thread() is threading.main_thread():   # Python allows it nowhere else
-            names = [n for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
-        for name in names:
-            number = signal.Signals[name]
-            if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, self.on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def on_signal(self, number, _):
+        """The first signal ends the run after the step under way, the second one at once, as a
+        KeyboardInterrupt."""
         if self.stop_signal:
             raise KeyboardInterrupt
         self.stop_signal = signal.Signals(number).name
