@@ -314,7 +314,7 @@ def load_config(argv: list[str], published: dict | None = None, pretrained: dict
 def take_over(config: dict, source: dict, keys: set):
     """Put the settings that `source` has of (section, key) pairs into a config. They are data of
     the right type, never code. Raises ValueError."""
-    for section, key in keys:
+    for section, key in sorted(keys):
         config[section][key] = check_setting(source, section, key, config[section][key])
     length = config["scheduler"]["max_steps"]
     if ("scheduler", "max_steps") in keys and length == source.get("run", {}).get("max_steps"):
@@ -431,7 +431,7 @@ def check(holds, message: str):
 
 
 def check_values(config: dict):
-    """Each setting by itself. Raises ValueError."""
+    """Each number and each choice by itself. Raises ValueError."""
     for section, values in config.items():
         for key, value in values.items():
             full, shown = f"{section}.{key}", str(value)[:40]
@@ -446,8 +446,12 @@ def check_values(config: dict):
     ratio, top_p = config["scheduler"]["min_lr_ratio"], config["sample"]["top_p"]
     check(ratio <= 1, f"scheduler.min_lr_ratio={ratio} must be at most 1")
     check(0 < top_p <= 1, f"sample.top_p={top_p} must be above 0 and at most 1")
-    check(config["data"]["text_column"], "data.text_column is empty: give the name of a column")
+
+
+def check_names(config: dict):
+    """The settings that are names. Raises ValueError."""
     node_id, name = config["distributed"]["node_id"], config["run"]["name"]
+    check(config["data"]["text_column"], "data.text_column is empty: give the name of a column")
     check(re.fullmatch(r"|[A-Za-z0-9][A-Za-z0-9._-]{0,63}", node_id),
           f"distributed.node_id={node_id!r}: up to 64 letters, digits, dots, dashes, underscores")
     check(re.fullmatch(r"[\w.+-]*", config["distributed"]["license"]),
@@ -463,6 +467,7 @@ def derive(config: dict) -> dict:
     """Check the settings, fill in what follows from others, and check that all fit together.
     Raises ValueError."""
     check_values(config)
+    check_names(config)
     model, data, scheduler = config["model"], config["data"], config["scheduler"]
     width, heads = model["d_model"], model["n_head"]
     model["n_kv_head"] = model["n_kv_head"] or heads
