@@ -2,13 +2,13 @@
 Every setting of every script, as plain dicts, and the command line over them.
 
     python train.py --config=small --lr=1e-3 --max-steps=2_000 --resume
-    python train.py --help
+    python train.py --config=gpt2 --help
 
-`base` holds each key with its default; a named config is a dict of differences; flags come on top,
-in any order. A dotted key is exact (--optimizer.lr). A bare one is run.KEY if run has it, else the
-one section that has it. A value is read as the type of its default. No exec, no eval, and no secret
-is a config key: the Hub token comes from HF_TOKEN or the login. This file imports nothing of ours;
-add a key here and it is a flag.
+`base` holds each key with its default. A named config is a dict of differences; flags come on top.
+A dotted key is exact (--optimizer.lr). A bare one is run.KEY if run has it, else the one section
+that has it. A value is read as the type of its default: no exec, no eval. No secret is a key: the
+Hub token comes from HF_TOKEN or the login. To add a flag, add a key to SETTINGS. This file imports
+nothing of ours.
 """
 import contextlib
 import copy
@@ -18,111 +18,114 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
 
-base = dict(
+# section -> key -> (default, what --help says of it)
+SETTINGS = dict(
     run=dict(
-        config="small",             # the named config to start from: smoke | small | gpt2
-        name="",                    # the run's folder below output_dir; "" = the name of the config
-        seed=1337,                  # of the weights, the order of the data and dropout
-        device="auto",              # auto | cuda | cuda:N | mps | cpu
-        precision="auto",           # auto | fp32 | bf16 | fp16; what hardware lacks becomes fp32
-        compile=False,              # torch.compile; falls back to eager if it fails
-        gradient_checkpointing=False,  # recompute activations: less memory, a third more time
-        max_steps=1000,             # absolute step to stop at: a run resumed at 900 does 100 more
-        resume=False,               # go on from the newest checkpoint in the run's folder
-        best=False,                 # resume, sample, export: from the best checkpoint instead
-        output_dir="runs",          # runs live here
-        eval_every=100,             # steps between evaluations; 0 = only at the end
-        eval_batches=20,            # microbatches of validation data, the same ones each time
-        sample="",                  # a prompt, continued at each eval; of a run there is: only that
-        export="",                  # folder for a transformers model; of a run there is: only that
-        expected_loss=0.0,          # final validation loss to expect, printed first; 0 = not known
-        plot=False,                 # train.py: draw loss.svg and end; several runs: --name=a,b
+        config=("small",          "the named config to start from: smoke | small | gpt2"),
+        name=("",                 "folder of the run below output_dir; empty = the config's name"),
+        seed=(1337,               "of the weights, the order of the data and dropout"),
+        device=("auto",           "auto | cuda | cuda:N | mps | cpu"),
+        precision=("auto",        "auto | fp32 | bf16 | fp16; what hardware lacks becomes fp32"),
+        compile=(False,           "torch.compile; falls back to eager if it fails"),
+        gradient_checkpointing=(False, "recompute activations: less memory, a third more time"),
+        max_steps=(1000,          "absolute step to stop at: a run resumed at 900 does 100 more"),
+        resume=(False,            "go on from the newest checkpoint in the run's folder"),
+        best=(False,              "resume, sample, export: from the best checkpoint instead"),
+        output_dir=("runs",       "runs live here"),
+        eval_every=(100,          "steps between evaluations; 0 = only at the end"),
+        eval_batches=(20,         "microbatches of validation data, the same ones each time"),
+        sample=("",               "a prompt, continued at each eval; of a run there is: only that"),
+        export=("",               "folder for a transformers model; of a run there is: only that"),
+        expected_loss=(0.0,       "final validation loss to expect, printed first; 0 = not known"),
+        plot=(False,              "train.py: draw loss.svg and end; several runs: --name=a,b"),
     ),
     model=dict(
-        name="reference_transformer",  # a registered name, or your own: package.module:factory
-        init_from="",               # Llama, Mistral or Qwen2/3 to begin with: a folder, user/name
-        vocab_size=256,             # 256 = bytes
-        block_size=256,             # positions per sample; the model refuses longer ones
-        n_layer=4,                  # transformer blocks
-        n_head=4,                   # query heads
-        n_kv_head=0,                # K/V heads, a divisor of n_head; 0 = n_head
-        head_dim=0,                 # size of a head, even; 0 = d_model / n_head
-        d_model=256,                # width of the residual stream
-        d_ff=0,                     # width of the MLP; 0 = 8/3 d_model, up to a multiple of 64
-        dropout=0.0,                # 0 to < 1, on the embedding and on each branch
-        tie_weights=True,           # input and output embeddings are one matrix
-        qkv_bias=False,             # biases of queries, keys and values (Qwen2)
-        qk_norm=False,              # RMSNorm on queries and keys, head by head (Qwen3)
-        rope_base=10000.0,          # base of the rotary angles
-        rope_scaling=(1.0, 1.0, 4.0, 8192.0),  # Llama 3's factor, low and high turns, old context
-        norm_eps=1e-5,              # of RMSNorm
+        name=("reference_transformer", "a registered name, or your own: package.module:factory"),
+        init_from=("",            "Llama, Mistral or Qwen2/3 to begin with: a folder, user/name"),
+        vocab_size=(256,          "256 = bytes"),
+        block_size=(256,          "positions per sample; the model refuses longer ones"),
+        n_layer=(4,               "transformer blocks"),
+        n_head=(4,                "query heads"),
+        n_kv_head=(0,             "K/V heads, a divisor of n_head; 0 = n_head"),
+        head_dim=(0,              "size of a head, even; 0 = d_model / n_head"),
+        d_model=(256,             "width of the residual stream"),
+        d_ff=(0,                  "width of the MLP; 0 = 8/3 d_model, up to a multiple of 64"),
+        dropout=(0.0,             "0 to < 1, on the embedding and on each branch"),
+        tie_weights=(True,        "input and output embeddings are one matrix"),
+        qkv_bias=(False,          "biases of queries, keys and values (Qwen2)"),
+        qk_norm=(False,           "RMSNorm on queries and keys, head by head (Qwen3)"),
+        rope_base=(10000.0,       "base of the rotary angles"),
+        rope_scaling=((1.0, 1.0, 4.0, 8192.0), "Llama 3's factor, low and high turns, old context"),
+        norm_eps=(1e-5,           "of RMSNorm"),
     ),
     data=dict(
-        path="stdlib",              # stdlib | synthetic | file, folder or glob | hf://datasets/...
-        val_path="",                # validation data; "" = the last tenth of data.path, held out
-        text_column="text",         # column with the text in .jsonl and .parquet files
-        tokenizer="",               # "" = bytes | tokenizer.json, its folder, user/name on the Hub
-        micro_batch_size=16,        # samples per forward and backward
-        target_batch_size=16,       # samples per optimizer step: a multiple of micro_batch_size
-        num_workers=0,              # DataLoader processes; 0 = read in the training process
-        prefetch_factor=2,          # batches each of them keeps ready
-        pin_memory="auto",          # auto | true | false; auto = on CUDA
+        path=("stdlib",           "stdlib | synthetic | file, folder or glob | hf://datasets/..."),
+        val_path=("",             "validation data; empty = the last tenth of data.path, held out"),
+        text_column=("text",      "column with the text in .jsonl and .parquet files"),
+        tokenizer=("",            "empty = bytes | tokenizer.json, its folder or a Hub repo"),
+        micro_batch_size=(16,     "samples per forward and backward"),
+        target_batch_size=(16,    "samples per optimizer step: a multiple of micro_batch_size"),
+        num_workers=(0,           "DataLoader processes; 0 = read in the training process"),
+        prefetch_factor=(2,       "batches each of them keeps ready"),
+        pin_memory=("auto",       "auto | true | false; auto = on CUDA"),
     ),
     optimizer=dict(
-        name="adamw",               # adamw | muon (hidden matrices, AdamW for the rest)
-        lr=1e-3,                    # peak learning rate
-        betas=(0.9, 0.95),          # of AdamW, each 0 to < 1
-        eps=1e-8,                   # of AdamW
-        weight_decay=0.1,           # on tensors of two dimensions or more
-        grad_clip=1.0,              # largest gradient norm; 0 = no clipping
-        fused=True,                 # one kernel for all of AdamW, if torch has it for the device
+        name=("adamw",            "adamw | muon (hidden matrices, AdamW for the rest)"),
+        lr=(1e-3,                 "peak learning rate"),
+        betas=((0.9, 0.95),       "of AdamW, each 0 to < 1"),
+        eps=(1e-8,                "of AdamW"),
+        weight_decay=(0.1,        "on tensors of two dimensions or more"),
+        grad_clip=(1.0,           "largest gradient norm; 0 = no clipping"),
+        fused=(True,              "one kernel for all of AdamW, if torch has it for the device"),
     ),
     scheduler=dict(
-        name="cosine",              # cosine | constant | wsd (flat, last fifth linear to minimum)
-        warmup_steps=100,           # linear from 0 to lr; at most a tenth of a run it would outlast
-        max_steps=0,                # horizon: length of the LR curve; 0 = run.max_steps
-        min_lr_ratio=0.1,           # the curve ends at lr times this
+        name=("cosine",           "cosine | constant | wsd (flat, last fifth linear to minimum)"),
+        warmup_steps=(100,        "linear from 0 to lr; at most a tenth of a run it would outlast"),
+        max_steps=(0,             "horizon: length of the LR curve; 0 = run.max_steps"),
+        min_lr_ratio=(0.1,        "the curve ends at lr times this"),
     ),
     checkpoint=dict(
-        every_steps=250,            # steps between checkpoints; 0 = only at the end
-        keep_last=2,                # how many to keep, besides the best
+        every_steps=(250,         "steps between checkpoints; 0 = only at the end"),
+        keep_last=(2,             "how many to keep, besides the best"),
     ),
     logging=dict(
-        every_steps=10,             # steps between log lines
-        tensorboard=False,          # scalars in the run's folder too: pip install tensorboard
+        every_steps=(10,          "steps between log lines"),
+        tensorboard=(False,       "scalars in the run's folder too: pip install tensorboard"),
     ),
     sample=dict(
-        tokens=400,                 # how far run.sample goes on at the end; 100 or less on the way
-        temperature=0.8,            # divides the logits; 0 = always the likeliest token
-        top_k=0,                    # only the k likeliest tokens; 0 = all
-        top_p=1.0,                  # only the likeliest tokens that have this probability together
+        tokens=(400,              "how far run.sample goes on at the end; 100 or less on the way"),
+        temperature=(0.8,         "divides the logits; 0 = always the likeliest token"),
+        top_k=(0,                 "only the k likeliest tokens; 0 = all"),
+        top_p=(1.0,               "only the likeliest tokens that have this probability together"),
     ),
     distributed=dict(
-        node_id="",                 # who this machine is: letters, digits, . _ -
-        hub="./runs/hub",           # a folder (starts with . / file://) or user/name on the Hub
-        bucket="auto",              # Hub: where deltas go; auto = HUB-swarm, a name, or none
-        private=True,               # the master creates the Hub repo private
-        license="",                 # what the repo's page says, apache-2.0 for example
-        inner_steps=50,             # optimizer steps between two deltas of a node
-        outer_lr=0.7,               # of the outer Nesterov step
-        outer_momentum=0.9,         # of the outer Nesterov step
-        outer_warmup=20,            # rounds over which the outer momentum grows; 0 = constant
-        round_timeout=0.0,          # s a round waits after its first delta; 0 = two inner loops
-        poll_interval=0.0,          # s between looks at the hub; 0 = a tenth of an inner loop
-        codec="int4",               # how deltas and updates are written: fp32 bf16 int8 int4 int2
-        commits_per_hour=100,       # of all nodes and the master, on the Hub; 0 = no limit
-        wait=False,                 # synchronous: stop at each boundary until the round is out
-        max_pending=4,              # deltas a node leaves waiting before it stops sending
-        join_warmup=20,             # steps over which a node that joins ramps its learning rate
-        max_norm_ratio=10.0,        # scale deltas down to this many medians of the norm; 0 = off
-        keyframe_every=10,          # outer steps between two uploads of the whole model
-        squash_gb=20.0,             # GB committed between squashes of the Hub's history; 0 = never
-        max_outer_steps=0,          # the swarm ends there; 0 = at run.max_steps
-        status=False,               # master.py: print the nodes and the losses, and end
+        node_id=("",              "who this machine is: letters, digits, . _ -"),
+        hub=("./runs/hub",        "a folder (starts with . / file://) or user/name on the Hub"),
+        bucket=("auto",           "Hub: where deltas go; auto = HUB-swarm, a name, or empty: none"),
+        private=(True,            "the master creates the Hub repo private"),
+        license=("",              "what the repo's page says, apache-2.0 for example"),
+        inner_steps=(50,          "optimizer steps between two deltas of a node"),
+        outer_lr=(0.7,            "of the outer Nesterov step"),
+        outer_momentum=(0.9,      "of the outer Nesterov step"),
+        outer_warmup=(20,         "rounds over which the outer momentum grows; 0 = constant"),
+        round_timeout=(0.0,       "s a round waits after its first delta; 0 = two inner loops"),
+        poll_interval=(0.0,       "s between looks at the hub; 0 = a tenth of an inner loop"),
+        codec=("int4",            "how deltas and updates are written: fp32 bf16 int8 int4 int2"),
+        commits_per_hour=(100,    "of all nodes and the master, on the Hub; 0 = no limit"),
+        wait=(False,              "synchronous: stop at each boundary until the round is out"),
+        max_pending=(4,           "deltas a node leaves waiting before it stops sending"),
+        join_warmup=(20,          "steps over which a node that joins ramps its learning rate"),
+        max_norm_ratio=(10.0,     "scale deltas down to this many medians of the norm; 0 = off"),
+        keyframe_every=(10,       "outer steps between two uploads of the whole model"),
+        squash_gb=(20.0,          "GB committed between squashes of the Hub's history; 0 = never"),
+        max_outer_steps=(0,       "the swarm ends there; 0 = at run.max_steps"),
+        status=(False,            "master.py: print the nodes and the losses, and end"),
     ),
 )
+
+base = {section: {key: default for key, (default, _) in keys.items()}
+        for section, keys in SETTINGS.items()}
 
 configs = dict(
     # seconds: does it run at all?
@@ -161,19 +164,20 @@ AT_LEAST_ONE = ("run.max_steps", "run.eval_batches", "model.vocab_size", "model.
                 "data.target_batch_size", "data.prefetch_factor", "checkpoint.keep_last",
                 "logging.every_steps", "distributed.inner_steps", "distributed.max_pending",
                 "distributed.keyframe_every")
+BELOW_ONE = ("model.dropout", "optimizer.betas", "distributed.outer_momentum")
 
-# What the nodes of a swarm take from the master. Not: paths and devices of a machine, the hub.
-SHARED = [("run", key) for key in ("name", "seed", "precision", "max_steps", "eval_every",
-                                   "eval_batches", "expected_loss", "sample")]
-SHARED += [(section, key) for section in ("model", "optimizer", "scheduler", "sample")
-           for key in base[section] if key != "init_from"]
-SHARED += [("data", key) for key in ("path", "val_path", "text_column", "tokenizer",
-                                     "micro_batch_size", "target_batch_size")]
-SHARED += [("distributed", key) for key in ("inner_steps", "codec", "wait", "max_pending",
-                                            "join_warmup", "poll_interval",
-                                            "commits_per_hour", "outer_lr", "outer_momentum",
-                                            "outer_warmup", "round_timeout", "max_norm_ratio",
-                                            "keyframe_every", "squash_gb")]
+# What each machine decides for itself. The nodes of a swarm take all else from the master.
+OWN = dict(
+    run=("config", "device", "compile", "gradient_checkpointing", "resume", "best", "output_dir",
+         "export", "plot"),
+    model=("init_from",),
+    data=("num_workers", "prefetch_factor", "pin_memory"),
+    checkpoint=tuple(base["checkpoint"]),
+    logging=tuple(base["logging"]),
+    distributed=("node_id", "hub", "private", "license", "max_outer_steps", "status"),
+)
+SHARED = [(section, key) for section in base for key in base[section]
+          if key not in OWN.get(section, ())]
 
 # What belongs to one command, and not to the run that it goes on with.
 OF_THE_MOMENT = {("run", key) for key in ("name", "output_dir", "resume", "best", "plot", "export")}
@@ -202,23 +206,27 @@ def parse(text: str, default, key: str):
 
 
 def resolve(key: str) -> tuple[str, str]:
-    """(section, key) for a dotted or bare key.
-    Raises ValueError for an unknown or ambiguous one."""
+    """(section, key) for a dotted or bare key. Raises ValueError for an unknown or ambiguous
+    one."""
     key = key.replace("-", "_")
-    every = [f"{section}.{name}" for section in base for name in base[section]]
-    found = ([full for full in every if full == key]
-             or [full for full in every if full.split(".")[1] == key])
-    found = [full for full in found if full == f"run.{key}"] or found
-    if len(found) > 1:
-        raise ValueError(f"--{key} could be {' or '.join('--' + full for full in found)}: "
-                         f"write the section")
-    if not found:
-        names = ({full.split(".")[1]: full for full in reversed(every)}
-                 | {full: full for full in every})
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
-        raise ValueError(f"--{key} is not a setting; the nearest is --{names[near[0]]} "
-                         f"(--help lists all)")
-    return tuple(found[0].split("."))
+    if key in base["run"]:
+        return "run", key
+    places, names = [], {}
+    for section in base:
+        for name in base[section]:
+            full = f"{section}.{name}"
+            names[full] = full
+            names.setdefault(name, full)
+            if key in (name, full):
+                places.append((section, name))
+    if not places:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+        raise ValueError(f"--{key} is not a setting; the nearest is --{names[near]} (--help lists "
+                         f"all)")
+    if len(places) > 1:
+        choice = " or ".join(f"--{section}.{name}" for section, name in places)
+        raise ValueError(f"--{key} could be {choice}: write the section")
+    return places[0]
 
 
 def read_flags(argv: list[str]) -> list[tuple[str, str, str]]:
@@ -231,13 +239,14 @@ def read_flags(argv: list[str]) -> list[tuple[str, str, str]]:
         if not argument.startswith("--") or not name:
             raise ValueError(f"{argument!r} is not a setting: write --key=value")
         section, key = resolve(name)
-        if not equals:
-            switch = isinstance(base[section][key], bool)
-            has_value = waiting and (waiting[0].lower() in TRUTH if switch
-                                     else not waiting[0].startswith("--"))
-            if not has_value and not switch:
+        if not equals and isinstance(base[section][key], bool):
+            text = "true"
+            if waiting and waiting[0].lower() in TRUTH:
+                text = waiting.pop(0)
+        elif not equals:
+            if not waiting or waiting[0].startswith("--"):
                 raise ValueError(f"{argument} wants a value: write {argument}=VALUE")
-            text = waiting.pop(0) if has_value else "true"
+            text = waiting.pop(0)
         flags.append((section, key, text))
     return flags
 
@@ -247,38 +256,44 @@ def given(argv: list[str]) -> set[str]:
     return {f"{section}.{key}" for section, key, _ in read_flags(argv)}
 
 
+def named_config(argv: list[str]) -> str:
+    """The value of the last --config, "" without one. Raises ValueError for an unknown one."""
+    names = [text for section, key, text in read_flags(argv) if (section, key) == ("run", "config")]
+    if names and names[-1] not in configs:
+        raise ValueError(f"--config={names[-1]} is not known; there are {', '.join(configs)}")
+    return names[-1] if names else ""
+
+
 def load_config(argv: list[str], published: dict | None = None, pretrained: dict | None = None,
                 remembered: dict | None = None) -> dict:
     """The config that command line arguments ask for, checked and with its derived values.
 
-    Precedence: base, then the named config, then the settings of the run that goes on
-    (`remembered`, out of its checkpoint), of a master (`published`) or of a model (`pretrained`),
-    then the other flags. Raises ValueError, in one line, for whatever is wrong; prints the help
-    and exits for --help.
+    Precedence: base, then the named config, then the settings of a model (`pretrained`), of the run
+    that goes on (`remembered`, out of its checkpoint) or of a master (`published`), then the other
+    flags. Raises ValueError, in one line, for whatever is wrong; prints the help and exits for
+    --help.
     """
     if {"-h", "--help"} & set(argv):
-        print(help_text())
+        others = [argument for argument in argv if argument not in ("-h", "--help")]
+        print(help_text(named_config(others) or "small"))
         raise SystemExit(0)
-    flags = read_flags(argv)
-    name = next((text for section, key, text in reversed(flags)
-                 if (section, key) == ("run", "config")), "small")
-    if name not in configs:
-        raise ValueError(f"--config={name} is not known; there are {', '.join(configs)}")
-    config = copy.deepcopy(base)
-    for section, values in [*configs[name].items(), *(pretrained or {}).items()]:
-        config[section].update(values)
+    flags, name = read_flags(argv), named_config(argv) or base["run"]["config"]
     asked = {(section, key) for section, key, _ in flags}
+    config = copy.deepcopy(base)
+    for changes in (configs[name], pretrained or {}):
+        for section, values in changes.items():
+            config[section].update(values)
     if remembered is not None:
         began = remembered.get("run", {}).get("config", name)
         if ("run", "config") in asked and began != name:
             raise ValueError(f"--config={name}: this run was begun with --config={began} and goes "
                              f"on with its own settings; leave --config out, or use another --name")
-        take_over(config, remembered, [(s, k) for s in base for k in base[s]
-                                       if (s, k) not in asked and (s, k) not in OF_THE_MOMENT])
+        keys = [(section, key) for section in base for key in base[section]]
+        take_over(config, remembered, set(keys) - asked - OF_THE_MOMENT)
     if published is not None:
-        take_over(config, published, [pair for pair in SHARED if pair not in asked])
-        if ":" in config["model"]["name"] and ("model", "name") not in asked:
-            code = config["model"]["name"]
+        take_over(config, published, set(SHARED) - asked)
+        code = config["model"]["name"]
+        if ":" in code and ("model", "name") not in asked:
             raise ValueError(f"the hub asks for the model {code}, which is code: if you trust it, "
                              f"say --model.name={code} yourself")
     for section, key, text in flags:
@@ -297,14 +312,27 @@ def load_config(argv: list[str], published: dict | None = None, pretrained: dict
     return derive(config)
 
 
-def take_over(config: dict, source: dict, keys: list):
+def take_over(config: dict, source: dict, keys: set):
     """Put the settings that `source` has of (section, key) pairs into a config. They are data of
     the right type, never code. Raises ValueError."""
-    for section, key in keys:
+    for section, key in sorted(keys):
         config[section][key] = check_setting(source, section, key, config[section][key])
     length = config["scheduler"]["max_steps"]
     if ("scheduler", "max_steps") in keys and length == source.get("run", {}).get("max_steps"):
         config["scheduler"]["max_steps"] = 0    # it followed run.max_steps, and does so again
+
+
+def check_setting(source: dict, section: str, key: str, otherwise):
+    """A setting out of a checkpoint or a hub; `otherwise` where it has none. Raises ValueError."""
+    values, default = source.get(section, {}), base[section][key]
+    value = values.get(key, otherwise) if isinstance(values, dict) else None
+    if isinstance(default, tuple) and isinstance(value, (list, tuple)):     # a list in JSON
+        value = tuple(v if isinstance(v, float) else math.nan for v in value)
+    if (type(value) is not type(default)
+            or isinstance(value, tuple) and len(value) != len(default)):
+        raise ValueError(f"the setting {section}.{key}={value!r} that was published or saved is "
+                         f"of the wrong type")
+    return value
 
 
 def shared_settings(config: dict) -> dict:
@@ -320,48 +348,56 @@ def shared_settings(config: dict) -> dict:
 def check_named(argv: list[str], published: dict) -> list[str]:
     """What to tell a user who gives --config for a hub that holds a run, where that run's settings
     count. Raises ValueError if it is another model."""
-    names = [text for section, key, text in read_flags(argv) if (section, key) == ("run", "config")]
-    if not names or names[-1] == published.get("run", {}).get("name"):
+    name, others = named_config(argv), []
+    if not name or name == published.get("run", {}).get("name"):
         return []
-    others = []
-    for section, values in shared_settings(load_config([f"--config={names[-1]}"])).items():
+    for section, values in shared_settings(load_config([f"--config={name}"])).items():
         for key, value in values.items():
             there = check_setting(published, section, key, value)
             if there == value or key == "name":
                 continue
             if section == "model":
-                raise ValueError(f"--config={names[-1]} is another model than this hub's: "
+                raise ValueError(f"--config={name} is another model than this hub's: "
                                  f"model.{key}={value}, there {there}; leave --config out, or use "
                                  f"another --hub")
             others.append(f"{section}.{key}={there}")
-    return [f"notice   --config={names[-1]} counts for a new hub only; this one goes on with "
-            f"{', '.join(others)}"] if others else []
+    if not others:
+        return []
+    return [f"notice   --config={name} counts for a new hub only; this one goes on with "
+            f"{', '.join(others)}"]
+
+# ---- the help
+
+HELP = """\
+Flags are --key=value or --key value, in any order; a switch such as --resume needs no value.
+--max-steps is --max_steps. A key that two sections have needs its section: --optimizer.name.
+
+    python train.py                       train the config `small`: minutes on a laptop
+    python train.py --resume              go on where it stopped, with its own settings
+    python train.py --config=gpt2 --help  what a config sets"""
+FIRST = ("config", "name", "data.path", "max-steps", "lr", "micro-batch-size", "target-batch-size",
+         "device", "precision", "resume", "sample", "export", "plot", "node-id", "hub")
 
 
-def check_setting(source: dict, section: str, key: str, otherwise):
-    """A setting out of a checkpoint or a hub; `otherwise` where it has none. Raises ValueError."""
-    values, default = source.get(section, {}), base[section][key]
-    value = values.get(key, otherwise) if isinstance(values, dict) else None
-    if isinstance(default, tuple) and isinstance(value, (list, tuple)):
-        value = tuple(v if isinstance(v, float) else math.nan for v in value)
-    if (type(value) is not type(default)
-            or isinstance(value, tuple) and len(value) != len(default)):
-        raise ValueError(f"the setting {section}.{key}={value!r} that was published or saved is "
-                         f"of the wrong type")
-    return value
-
-
-def help_text() -> str:
-    """Each key with its default and its comment, read from the text of `base` above."""
-    lines = [__doc__.strip()]
-    source = (Path(__file__).read_text(encoding="utf-8")
-              .split("\nbase = dict(\n")[1].split("\n)\n")[0])
-    for line in source.splitlines():
-        if section := re.match(r"    (\w+)=dict\($", line):
-            lines.append("")
-            prefix = section[1]
-        elif key := re.match(r" {8}(\w+)=(.*?),(?: +# (.*))?$", line):
-            lines.append(f"  --{f'{prefix}.{key[1]}={key[2]}':<40} {key[3] or ''}".rstrip())
+def help_text(name: str = base["run"]["config"]) -> str:
+    """The flags that people use first, what the config `name` sets, and every setting with its
+    default, section by section."""
+    def line(flag, value, text):
+        value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        value = str(value).lower() if isinstance(value, bool) else value
+        shown = f"{flag}=" + (f"{value}" or '""')
+        return f"  --{shown:<32} {text}"
+    lines = [HELP, "", "first"]
+    for flag in FIRST:
+        section, key = resolve(flag)
+        lines.append(line(flag, *SETTINGS[section][key]))
+    lines += ["", f"what --config={name} sets"]
+    for section, values in configs[name].items():
+        lines += [line(f"{section}.{key}", value, SETTINGS[section][key][1])
+                  for key, value in values.items()]
+    for section, keys in SETTINGS.items():
+        lines += ["", section]
+        lines += [line(f"{section}.{key}", *setting) for key, setting in keys.items()]
     return "\n".join(lines)
 
 # ---- how the entry scripts begin and end
@@ -390,73 +426,72 @@ def end(message: str | None):
 # ---- cross-checks
 
 
-def derive(config: dict) -> dict:
-    """Fill in what follows from other settings and check that all fit together.
-    Raises ValueError."""
-    run, model, data, optimizer, scheduler = (
-        config[s] for s in ("run", "model", "data", "optimizer", "scheduler"))
+def check(holds, message: str):
+    if not holds:
+        raise ValueError(message)
 
-    def check(holds, message):
-        if not holds:
-            raise ValueError(message)
 
+def check_values(config: dict):
+    """Each number and each choice by itself. Raises ValueError."""
     for section, values in config.items():
         for key, value in values.items():
+            full, shown = f"{section}.{key}", str(value)[:40]
             numbers = value if isinstance(value, tuple) else (value,)
-            for number in numbers:
-                if isinstance(number, (int, float)):
-                    check(0 <= number < (2**63 if isinstance(number, int) else math.inf),
-                          f"{section}.{key}={str(value)[:40]} must be finite and not negative")
-    for full, allowed in CHOICES.items():
-        section, key = full.split(".")
-        check(config[section][key] in allowed,
-              f"{full}={config[section][key]} is not one of {', '.join(allowed)}")
-    for full in AT_LEAST_ONE:
-        section, key = full.split(".")
-        check(config[section][key] >= 1, f"{full}={config[section][key]} must be at least 1")
-    check(all(beta < 1 for beta in optimizer["betas"]),
-          f"optimizer.betas={optimizer['betas']} must be below 1")
-    momentum = config["distributed"]["outer_momentum"]
-    check(momentum < 1, f"distributed.outer_momentum={momentum} must be below 1")
-    check(model["dropout"] < 1, f"model.dropout={model['dropout']} must be below 1")
-    check(scheduler["min_lr_ratio"] <= 1,
-          f"scheduler.min_lr_ratio={scheduler['min_lr_ratio']} must be at most 1")
-    check(run["seed"] < 2**63, f"run.seed={run['seed']} does not fit in 63 bits")
-    node_id = config["distributed"]["node_id"]
-    check(not node_id or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", node_id),
+            for number in (n for n in numbers if not isinstance(n, str)):
+                check(0 <= number < (2**63 if isinstance(number, int) else math.inf),
+                      f"{full}={shown} must be finite and not negative")
+                check(full not in BELOW_ONE or number < 1, f"{full}={shown} must be below 1")
+            check(full not in AT_LEAST_ONE or value >= 1, f"{full}={shown} must be at least 1")
+            check(full not in CHOICES or value in CHOICES[full],
+                  f"{full}={shown} is not one of {', '.join(CHOICES.get(full, ()))}")
+    ratio, top_p = config["scheduler"]["min_lr_ratio"], config["sample"]["top_p"]
+    check(ratio <= 1, f"scheduler.min_lr_ratio={ratio} must be at most 1")
+    check(0 < top_p <= 1, f"sample.top_p={top_p} must be above 0 and at most 1")
+
+
+def check_names(config: dict):
+    """The settings that are names. Raises ValueError."""
+    node_id, name = config["distributed"]["node_id"], config["run"]["name"]
+    check(config["data"]["text_column"], "data.text_column is empty: give the name of a column")
+    check(re.fullmatch(r"|[A-Za-z0-9][A-Za-z0-9._-]{0,63}", node_id),
           f"distributed.node_id={node_id!r}: up to 64 letters, digits, dots, dashes, underscores")
     check(re.fullmatch(r"[\w.+-]*", config["distributed"]["license"]),
           f"distributed.license={config['distributed']['license']!r}: wants an identifier such as "
           f"apache-2.0")
-    check(re.fullmatch(r"[^/\\\0-\x1f]+", run["name"]) and run["name"] not in (".", ".."),
-          f"run.name={run['name']} is no folder name")
-    check(run["plot"] or "," not in run["name"],
-          f"run.name={run['name']}: a comma is for several runs of --plot; use another name")
+    check(re.fullmatch(r"[^/\\\0-\x1f]+", name) and name not in (".", ".."),
+          f"run.name={name} is no folder name")
+    check(config["run"]["plot"] or "," not in name,
+          f"run.name={name}: a comma is for several runs of --plot; use another name")
 
-    model["n_kv_head"] = model["n_kv_head"] or model["n_head"]
-    model["d_ff"] = model["d_ff"] or 64 * math.ceil(model["d_model"] * 8 / 3 / 64)
-    check(model["head_dim"] or model["d_model"] % model["n_head"] == 0,
-          f"model.d_model={model['d_model']} is not divisible by model.n_head={model['n_head']}")
-    model["head_dim"] = model["head_dim"] or model["d_model"] // model["n_head"]
-    check(model["n_head"] % model["n_kv_head"] == 0,
-          f"model.n_head={model['n_head']} is not divisible by "
-          f"model.n_kv_head={model['n_kv_head']}")
+
+def derive(config: dict) -> dict:
+    """Check the settings, fill in what follows from others, and check that all fit together.
+    Raises ValueError."""
+    check_values(config)
+    check_names(config)
+    model, data, scheduler = config["model"], config["data"], config["scheduler"]
+    width, heads = model["d_model"], model["n_head"]
+    model["n_kv_head"] = model["n_kv_head"] or heads
+    model["d_ff"] = model["d_ff"] or 64 * math.ceil(width * 8 / 3 / 64)
+    check(model["head_dim"] or width % heads == 0,
+          f"model.d_model={width} is not divisible by model.n_head={heads}")
+    model["head_dim"] = model["head_dim"] or width // heads
+    check(heads % model["n_kv_head"] == 0,
+          f"model.n_head={heads} is not divisible by model.n_kv_head={model['n_kv_head']}")
     check(model["head_dim"] % 2 == 0,
           f"model.head_dim (or model.d_model / model.n_head) = {model['head_dim']} is odd: "
           f"rotary positions need pairs")
-    low, high = model["rope_scaling"][1:3]
-    check(model["rope_scaling"][0] >= 1 and low < high,
+    factor, low, high, _ = model["rope_scaling"]
+    check(factor >= 1 and low < high,
           f"model.rope_scaling={model['rope_scaling']}: wants a factor of at least 1, and more "
           f"high than low turns")
     check(not model["init_from"] or model["name"] in ("reference_transformer", "gpt"),
           f"model.init_from fills the reference transformer, not model.name={model['name']}")
-    check(0 < config["sample"]["top_p"] <= 1,
-          f"sample.top_p={config['sample']['top_p']} is not above 0 and at most 1")
 
-    check(data["text_column"], "data.text_column is empty: give the name of a column")
-    check(data["target_batch_size"] % data["micro_batch_size"] == 0,
-          f"data.target_batch_size={data['target_batch_size']} is not a multiple of "
-          f"data.micro_batch_size={data['micro_batch_size']}: it is reached by accumulation")
-    data["accumulation"] = data["target_batch_size"] // data["micro_batch_size"]
-    scheduler["max_steps"] = scheduler["max_steps"] or run["max_steps"]
+    micro, target = data["micro_batch_size"], data["target_batch_size"]
+    check(target % micro == 0,
+          f"data.target_batch_size={target} is not a multiple of data.micro_batch_size={micro}: it "
+          f"is reached by accumulation")
+    data["accumulation"] = target // micro
+    scheduler["max_steps"] = scheduler["max_steps"] or config["run"]["max_steps"]
     return config

@@ -19,46 +19,45 @@ import torch
 
 from model import build_model, export, exported_files, pretrained_config
 from trainer import (Text, Trainer, TrainingError, build_data, checkpoints, load_checkpoint,
-                     load_model, out_of_memory, plot, run_folder, sample_text, say, show_sample,
+                     load_model, out_of_memory, plot, print_sample, run_folder, say,
                      tokenizer_files)
 
 
+def save(model, config):
+    """A folder that transformers reads."""
+    files = exported_files(model, *tokenizer_files(config), config["model"]["init_from"])
+    export(model, config["run"]["export"], files)
+    say(f"export   {config['run']['export']}")
+
+
 def use(argv, config):
-    """Sample from a run, or export it, as its newest or best checkpoint has it: without training
-    data."""
+    """Sample from the newest or best checkpoint of a run, or export it, without its data."""
     path, state = load_checkpoint(config)
     config = load_config(argv, remembered=state["config"])
     model = build_model({**config["model"], "init_from": ""})
     load_model(model, state, path)
     say(f"notice   {path}, at step {state['step']:,}: no training")
     if "run.sample" in given(argv):
-        show_sample(sample_text(model, config, Text(config), config["sample"]["tokens"]))
+        print_sample(model, config, Text(config), config["sample"]["tokens"])
     if "run.export" in given(argv):
         save(model, config)
 
 
-def save(model, config):
-    files = exported_files(model, *tokenizer_files(config), config["model"]["init_from"])
-    export(model, config["run"]["export"], files)
-    say(f"export   {config['run']['export']}")
-
-
 def train(argv, config):
-    if config["run"]["resume"]:
+    source = config["model"]["init_from"]
+    if config["run"]["resume"]:     # its settings and weights are in its checkpoint
         config = load_config(argv, remembered=load_checkpoint(config, check=False)[1]["config"])
-    elif config["model"]["init_from"]:
+        source = ""
+    elif source:
         config = load_config(argv, pretrained=pretrained_config(config["model"]))
-    run = config["run"]
-    torch.manual_seed(run["seed"])      # the weights
+    torch.manual_seed(config["run"]["seed"])    # the weights
     data = build_data(config)
-    # the weights of a run that goes on are in its checkpoint
-    source = "" if run["resume"] else config["model"]["init_from"]
     model = build_model({**config["model"], "init_from": source})
-    if run["export"]:                   # what cannot be exported is said before the training
+    if config["run"]["export"]:     # what cannot be exported is said before the training
         exported_files(model, *tokenizer_files(config))
     trainer = Trainer(model, config, *data)
     trainer.train()
-    if run["export"] and not trainer.stop_signal:
+    if config["run"]["export"] and not trainer.stop_signal:
         save(model, config)
 
 
@@ -67,19 +66,19 @@ def main(argv):
     try:
         config = load_config(argv)
         run = config["run"]
-        there = run["resume"] or run["best"] or checkpoints(run_folder(config))
+        begun = run["resume"] or run["best"] or checkpoints(run_folder(config))
         if run["plot"]:
             say(f"plot     {plot(config)}")
-        elif there and {"run.sample", "run.export"} & given(argv):
+        elif begun and {"run.sample", "run.export"} & given(argv):
             use(argv, config)
         elif run["best"] and not run["resume"]:
             raise ValueError("--best wants --resume, --sample or --export with it")
         else:
             train(argv, config)
-    except (ValueError, OSError, TrainingError) as e:
-        return f"error: {e}"
     except KeyboardInterrupt:       # the second signal
         sys.exit("stop     at once: what the newest checkpoint does not hold is lost")
+    except (ValueError, OSError, TrainingError) as e:
+        return f"error: {e}"
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise

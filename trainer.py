@@ -1059,28 +1059,22 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that run.device names; auto is cuda, mps, cpu in that order.
-    Raises ValueError if it is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-             "cpu": True}
+    """The device that run.device names; auto takes the first there is of cuda, mps and cpu.
+    Raises ValueError for a device that this machine lacks."""
+    there = {f"cuda:{i}" for i in range(torch.cuda.device_count())} | {"cpu"}
+    there |= {"cuda"} if torch.cuda.is_available() else set()
+    there |= {"mps"} if torch.backends.mps.is_available() else set()
     if name == "auto":
-        return torch.device(next(kind for kind in there if there[kind]))
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"run.device={name} is not one of auto, {', '.join(there)}") from None
-    if (not there.get(device.type)
-            or device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(f"run.device={name} is not there; "
-                         f"this machine has {', '.join(k for k in there if there[k])}")
-    return device
+        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if kind in there))
+    if name not in there:
+        raise ValueError(f"run.device={name} is not on this machine: use auto or one of "
+                         f"{', '.join(sorted(there))}")
+    return torch.device(name)
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether bf16 products beat fp32: AMX tiles, AMD's AVX512_BF16, ARM's BF16.
-
-    Not Intel's AVX512_BF16 without AMX, which does 165 GFLOP/s where fp32 does 310.
-    """
+    """Whether bf16 products beat fp32 on this CPU: AMX tiles, AMD's AVX512_BF16, ARM's BF16.
+    Intel's AVX512_BF16 without AMX does 165 GFLOP/s where fp32 does 310."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
@@ -1096,54 +1090,51 @@ def pick_precision(wanted: str, device: torch.device) -> tuple[torch.dtype, str]
     if wanted == "auto":
         if not cuda:
             return torch.float32, f"auto on {device.type}"
-        return ((torch.bfloat16, "auto, native here") if bf16
-                else (torch.float16, "auto, no native bf16 here"))
+        if not bf16:
+            return torch.float16, "auto, no native bf16 here"
+        return torch.bfloat16, "auto, native here"
     if wanted == "bf16" and not bf16 or wanted == "fp16" and not cuda:
         return torch.float32, f"{wanted} was asked for, but this {device.type} has no fast {wanted}"
-    return ({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted],
-            "as asked for")
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes[wanted], "as asked for"
 
 
 def build_optimizers(
         model: nn.Module, c: dict, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, or Muon for the hidden matrices and AdamW for the rest.
+    """AdamW, or Muon for the hidden matrices and AdamW for the rest; `c` is config.optimizer.
 
-    Weight decay on 2 dimensions or more.
-
-    Hidden matrices are those of neither an embedding nor the last nn.Linear, which is the output.
-    Every trainable parameter is in exactly one group.
+    A hidden matrix is the weight of neither an embedding nor the last nn.Linear, the output.
+    Tensors of 2 dimensions or more decay. Raises ValueError for a model without parameters.
     """
     params = [p for p in model.parameters() if p.requires_grad]
     hidden = set()
     if c["name"] == "muon":
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        outside = ([m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-                   + [m.weight for m in linears[-1:]])
-        hidden = {id(p) for p in params if p.dim() == 2} - {id(p) for p in outside}
-    groups = [[p for p in params if id(p) in hidden],
-              [p for p in params if id(p) not in hidden and p.dim() >= 2],
-              [p for p in params if id(p) not in hidden and p.dim() < 2]]
-    assert sorted(id(p) for g in groups for p in g) == sorted(id(p) for p in params), \
-        "a parameter is in no group, or two"
+        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        outside = {id(m.weight) for m in embeddings + linears[-1:]}
+        hidden = {id(p) for p in params if p.dim() == 2} - outside
+    matrices = [p for p in params if id(p) in hidden]
+    rest = [p for p in params if id(p) not in hidden]
     optimizers = []
-    if groups[0]:  # match_rms_adamw: updates the size of AdamW's, so one learning rate serves both
-        optimizers.append(torch.optim.Muon(groups[0], lr=c["lr"], weight_decay=c["weight_decay"],
+    if matrices:    # match_rms_adamw: updates the size of AdamW's, so one learning rate serves both
+        optimizers.append(torch.optim.Muon(matrices, lr=c["lr"], weight_decay=c["weight_decay"],
                                            adjust_lr_fn="match_rms_adamw"))
-    decays = [dict(params=g, weight_decay=wd)
-              for g, wd in zip(groups[1:], (c["weight_decay"], 0.0)) if g]
-    if decays:
+    groups = [dict(params=[p for p in rest if p.dim() >= 2], weight_decay=c["weight_decay"]),
+              dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
+    groups = [group for group in groups if group["params"]]
+    if groups:
         options = dict(lr=c["lr"], betas=c["betas"], eps=c["eps"])
         try:
-            optimizers.append(torch.optim.AdamW(decays, **options, fused=c["fused"] or None))
-        except RuntimeError:  # no fused kernel for this device or dtype
-            optimizers.append(torch.optim.AdamW(decays, **options))
+            optimizers.append(torch.optim.AdamW(groups, **options, fused=c["fused"] or None))
+        except RuntimeError:    # no fused kernel for this device or dtype
+            optimizers.append(torch.optim.AdamW(groups, **options))
     if not optimizers:
         raise ValueError("the model has no trainable parameter")
     return optimizers
 
 
 def lr_factor(step: int, c: dict) -> float:
-    """Learning rate of the update that leads from `step` to step + 1, as a part of the peak."""
+    """Learning rate of the update from `step` to step + 1, as a part of the peak."""
     if step < c["warmup_steps"]:
         return (step + 1) / c["warmup_steps"]
     progress = min(1.0, (step - c["warmup_steps"]) / max(1, c["max_steps"] - c["warmup_steps"]))
@@ -1152,9 +1143,18 @@ def lr_factor(step: int, c: dict) -> float:
     return 1 - decay * (1 - c["min_lr_ratio"])
 
 
+def fit_warmup(c: dict):
+    """Cut a warmup as long as the whole curve: the run would end below its learning rate."""
+    if c["warmup_steps"] >= c["max_steps"]:
+        short = c["max_steps"] // 10
+        say(f"notice   scheduler.warmup_steps={c['warmup_steps']} is as long as the run: "
+            f"{short} instead, a tenth of it")
+        c["warmup_steps"] = short
+
+
 def keep_freed_memory():
-    """Have glibc keep freed blocks for the next step:
-    giving them back and faulting them in again is 5 % of a step."""
+    """Have glibc keep freed blocks for the next step. To give them back and to fault them in again
+    takes 5 % of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt:
         mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: blocks up to 32 MiB from the heap
@@ -1175,14 +1175,19 @@ def checkpoint_activations(model: nn.Module):
 
 
 def ignore_index(model: nn.Module) -> int:
-    """The label that does not count for a model: what it, its config or its loss module calls
-    ignore_index, or its source writes as ignore_index=..., else IGNORE."""
+    """The label that does not count for a model, else IGNORE: the attribute ignore_index of the
+    model, its config or its loss module, or ignore_index=... in its source."""
     losses = [m for m in model.modules() if isinstance(m, (nn.CrossEntropyLoss, nn.NLLLoss))]
     for owner in (model, getattr(model, "config", None), *losses):
         if isinstance(value := getattr(owner, "ignore_index", None), int):
             return value
+    return written_ignore_index(type(model))
+
+
+@functools.cache        # to find the source of a class takes up to a third of a second
+def written_ignore_index(kind: type) -> int:
     with contextlib.suppress(OSError, TypeError):   # no source to read
-        if written := re.search(r"ignore_index\s*=\s*(-?\d+)", inspect.getsource(type(model))):
+        if written := re.search(r"ignore_index\s*=\s*(-?\d+)", inspect.getsource(kind)):
             return int(written[1])
     return IGNORE
 
@@ -1190,30 +1195,36 @@ def ignore_index(model: nn.Module) -> int:
 class Loss:
     """The mean loss of any model over the labels of a batch that count.
 
-    How a model wants its labels is found out once. Its forward tells the names of its arguments;
-    whether it shifts labels itself, as transformers' models do, is asked of the model with the
-    first batch: then labels reach it in line with input_ids.
+    Two things about the model are found out once. Its forward tells the names of its arguments. The
+    first batch tells whether it shifts labels itself, as transformers' models do; such a model is
+    given labels in line with input_ids.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype=torch.float32, pin=False):
-        self.model, self.device, self.dtype = model, device, dtype
-        self.ignore, self.shifts, self.pin = ignore_index(model), None, pin
+        self.model, self.device, self.dtype, self.pin = model, device, dtype, pin
+        self.ignore = ignore_index(model)
+        self.shifts = None      # not known yet
         parameters = inspect.signature(model.forward).parameters.values()
-        self.names = {p.name for p in parameters}
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            self.names |= {"input_ids", "labels", "attention_mask"}
+        kinds = {p.kind for p in parameters}
         places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if places or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        self.names = {p.name for p in parameters}
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            self.names |= {"input_ids", "labels", "attention_mask"}
+        if places or inspect.Parameter.VAR_POSITIONAL in kinds:
             self.names.discard("input_ids")     # it is the first argument, whatever its name
-        second = places[1] if len(places) > 1 else None
-        # labels go to a second argument that looks like them, if none is called so
-        self.second = "labels" not in self.names and second is not None and (
-            second.default is second.empty and second.name not in ("attention_mask", "position_ids")
-            or second.name in ("targets", "target", "y"))
+        self.second = ("labels" not in self.names and len(places) > 1
+                       and self.takes_labels(places[1]))
+
+    @staticmethod
+    def takes_labels(second: inspect.Parameter) -> bool:
+        """Whether the second argument of a forward without `labels` is the labels."""
+        if second.default is second.empty:
+            return second.name not in ("attention_mask", "position_ids")
+        return second.name in ("targets", "target", "y")
 
     def count(self, batch: dict) -> int:
-        """How many labels of a batch of as_batch() count. One that shifts inside never sees the
-        last of a row."""
+        """How many labels of a batch of as_batch() count. A model that shifts inside never sees the
+        last one of a row."""
         if self.shifts is None:
             self.shifts = self.shifts_inside(batch)
         labels = batch["labels"][:, :-1] if self.shifts else batch["labels"]
@@ -1230,7 +1241,9 @@ class Loss:
         ids, labels = batch["input_ids"], batch["labels"]
         theirs = batch["labels"] = labels.masked_fill(labels == IGNORE, self.ignore)
         named = {k: v for k, v in batch.items() if k in self.names}
-        arguments = [] if "input_ids" in named else [ids, theirs] if self.second else [ids]
+        arguments = [] if "input_ids" in named else [ids]
+        if self.second:
+            arguments.append(theirs)
         try:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 return loss_of(forward(*arguments, **named), labels)
@@ -1243,11 +1256,11 @@ class Loss:
 
     @torch.no_grad()
     def shifts_inside(self, batch: dict) -> bool:
-        """Whether the model shifts labels itself: then the first position's label is not used, and
-        the loss with it alone is that with no label at all. Two rows have two different ones, so
-        that it is never 0 where it counts."""
+        """Whether the model shifts labels itself. It then never uses the label of the first
+        position: the loss with that label alone is the loss without any."""
         if not self.second and "labels" not in self.names:
             return False
+        # two equal rows with different labels, which no model can both predict: never a loss of 0
         rows = {k: v[:1].expand(2, *v.shape[1:]) for k, v in batch.items() if v.dim()}
         if "attention_mask" in rows:        # the first position may be padding
             rows["attention_mask"] = torch.ones_like(rows["attention_mask"])
@@ -1270,19 +1283,20 @@ class Loss:
 def loss_of(output, labels) -> torch.Tensor:
     """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss.
     Raises TrainingError if it holds neither."""
-    def get(key):
-        return output.get(key) if hasattr(output, "keys") else getattr(output, key, None)
-    found = [o for o in (get("loss"), get("logits")) if o is not None] or output
-    tensors = [o for o in (found if isinstance(found, (tuple, list)) else (found,))
-               if isinstance(o, torch.Tensor)]
+    if isinstance(output, (tuple, list)):
+        parts = output
+    elif hasattr(output, "keys"):
+        parts = [output.get("loss"), output.get("logits")]
+    else:
+        parts = [getattr(output, "loss", None), getattr(output, "logits", None), output]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     for tensor in tensors:
         if tensor.numel() == 1:
             return tensor.reshape(())
     if not tensors or tensors[0].shape[:-1] != labels.shape:
         raise TrainingError(f"the model returned {type(output).__name__}, which holds neither a "
                             f"loss nor logits of shape (B, T, V)")
-    return F.cross_entropy(tensors[0].float().flatten(0, -2), labels.flatten(),
-                           ignore_index=IGNORE)
+    return F.cross_entropy(tensors[0].float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
 
 
 @torch.no_grad()
@@ -1307,30 +1321,28 @@ def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, ids: list[int], config: dict, count: int, stop=None,
-             cache=True) -> list[int]:
+def generate(model: nn.Module, ids: list[int], config: dict, count: int, stop=None) -> list[int]:
     """`ids` and up to `count` tokens after them, as config.sample says, from any model that returns
     logits; none after the token `stop`. A context of block_size tokens loses its older half. Keys
     and values are kept if the model's forward takes a `cache`: the same tokens, in a fraction of
     the time."""
-    c, block_size = config["sample"], config["model"]["block_size"]
-    device = next(model.parameters()).device
+    block_size, device = config["model"]["block_size"], next(model.parameters()).device
     # its own: a sample must not move the training run
     generator = torch.Generator().manual_seed(config["run"]["seed"])
-    was_training, kept = model.training, {}
-    takes_cache = cache and "cache" in inspect.signature(model.forward).parameters
-    named = {"cache": kept} if takes_cache else {}
+    was_training, cache = model.training, {}
+    named = {"cache": cache} if "cache" in inspect.signature(model.forward).parameters else {}
     model.eval()
-    ids, start = list(ids), max(0, len(ids) - block_size)
+    ids, begin = list(ids), max(0, len(ids) - block_size)
     for _ in range(count):
-        if len(ids) - start > block_size:
-            start = len(ids) - (block_size + 1) // 2
-            kept.clear()
-        seen = start + kept.get("length", 0)
-        output = model(torch.tensor([ids[seen:]], device=device), **named)
-        logits = (output["logits"] if hasattr(output, "keys")
-                  else output[0] if isinstance(output, tuple) else output)
-        ids.append(pick(logits[0, -1].float().cpu(), c, generator))
+        if len(ids) - begin > block_size:
+            begin = len(ids) - (block_size + 1) // 2
+            cache.clear()
+        unseen = ids[begin + cache.get("length", 0):]
+        output = model(torch.tensor([unseen], device=device), **named)
+        if isinstance(output, tuple):
+            output = output[0]
+        logits = output["logits"] if hasattr(output, "keys") else output    # (1, T, V)
+        ids.append(pick(logits[0, -1].float().cpu(), config["sample"], generator))
         if ids[-1] == stop:
             break
     model.train(was_training)
@@ -1349,19 +1361,17 @@ def pick(logits, c: dict, generator) -> int:
     return int(order[torch.multinomial(probs, 1, generator=generator)])
 
 
-def sample_text(model: nn.Module, config: dict, text, count: int) -> str:
-    """run.sample and up to `count` tokens after it. `text` is a Text. Raises TrainingError."""
+def print_sample(model: nn.Module, config: dict, text, count: int):
+    """Print run.sample and up to `count` tokens after it. `text` is a Text. Raises
+    TrainingError."""
     try:
         prompt = text.encode(config["run"]["sample"]) or text.encode("\n")
         if max(prompt) >= config["model"]["vocab_size"]:
             raise ValueError("the prompt is outside the vocabulary")
-        return text.decode(generate(model, prompt, config, count, text.eos))
+        sample = text.decode(generate(model, prompt, config, count, text.eos))
     except Exception as e:      # a model that wants labels, say
         raise TrainingError(f"no sample: {type(e).__name__}: {one_line(e)}") from e
-
-
-def show_sample(text: str):
-    say(f"sample   {'-' * 60}\n{text}\n{'-' * 69}")
+    say(f"sample   {'-' * 60}\n{sample}\n{'-' * 69}")
 
 # ---- checkpoints
 
@@ -1390,44 +1400,41 @@ def write_atomically(path: Path, write) -> None:
         raise TrainingError(f"cannot write {path}: {one_line(cause)[:200]}") from e
 
 
+def run_folder(config: dict) -> Path:
+    run = config["run"]
+    return Path(run["output_dir"], run["name"], config["distributed"]["node_id"])
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a run's folder, newest first."""
     return sorted((p for p in folder.glob("step_*.pt")
                    if re.fullmatch(r"step_\d{12}\.pt", p.name)), reverse=True)
 
 
-def run_folder(config: dict) -> Path:
-    run = config["run"]
-    return Path(run["output_dir"], run["name"], config["distributed"]["node_id"])
-
-
-def read_checkpoint(path: Path, device="cpu", check=True) -> dict:
-    """A checkpoint whose every byte was checked against its CRC, or one mapped from the disk, for
-    its settings. Raises ValueError if it is damaged."""
+def read_checkpoint(path: Path, check=True) -> dict:
+    """A checkpoint, with every byte checked against its CRC; check=False maps the file instead,
+    for its settings. Raises ValueError if it is damaged."""
     try:
         with zipfile.ZipFile(path) as z:
             if check and (bad := z.testzip()):
                 raise ValueError(f"{bad} does not match its checksum")
-        state = torch.load(path, map_location=device, weights_only=True, mmap=not check)
-        state["model"], state["config"]     # is it a checkpoint at all?
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not check)
+        state["model"], state["optimizers"], state["config"]    # is it a checkpoint at all?
         return state
     except Exception as e:  # a damaged file can fail anywhere in zip, pickle and torch
         raise ValueError(f"{path} is damaged: {one_line(e)[:200]}") from e
 
 
-def load_checkpoint(config: dict, device="cpu", check=True, damaged=None) -> tuple[Path, dict]:
-    """(path, state) of the newest checkpoint of a run that is whole, or with run.best of the best
-    one. damaged(path) is called for each that is not, after a line that says so. Raises
-    FileNotFoundError if there is none."""
+def load_checkpoint(config: dict, check=True) -> tuple[Path, dict]:
+    """(path, state) of a run's newest checkpoint that is whole, or of its best one with run.best.
+    Says which are damaged. Raises FileNotFoundError if there is none."""
     folder, best = run_folder(config), config["run"]["best"]
     for path in [folder / "best.pt"] if best else checkpoints(folder):
         try:
             if path.exists():
-                return path, read_checkpoint(path, device, check)
+                return path, read_checkpoint(path, check)
         except ValueError as e:
-            say(f"notice   {e}" + "; trying the one before" * (not best))
-            if damaged:
-                damaged(path)
+            say(f"notice   {e}; {'it cannot be used' if best else 'trying the one before'}")
     raise FileNotFoundError(f"no usable {'best.pt' if best else 'checkpoint'} in {folder}: name "
                             f"the run with --name, or train without --resume")
 
@@ -1436,11 +1443,21 @@ def load_model(model: nn.Module, state: dict, path: Path):
     """Fill a model from a checkpoint. Raises ValueError, naming a tensor, if it is another one."""
     ours = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     theirs = {k: tuple(v.shape) for k, v in state["model"].items()}
-    if ours != theirs:
-        k = next(k for k in sorted(ours.keys() | theirs.keys()) if ours.get(k) != theirs.get(k))
-        raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} there, "
-                         f"{ours.get(k, 'missing')} here")
+    for k in sorted(ours.keys() | theirs.keys()):
+        if ours.get(k) != theirs.get(k):
+            raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} "
+                             f"there, {ours.get(k, 'missing')} here")
     model.load_state_dict(state["model"])
+
+
+def load_optimizers(optimizers: list, states: list, path: Path):
+    """Give optimizers the state of a checkpoint; their settings stay. Raises ValueError."""
+    if len(states) != len(optimizers):
+        raise ValueError(f"{path} was written with another optimizer.name")
+    for optimizer, state in zip(optimizers, states):
+        for group, now in zip(state["param_groups"], optimizer.param_groups):
+            group.update({k: v for k, v in now.items() if k != "params"})
+        optimizer.load_state_dict(state)
 
 
 def changes(before: dict, now: dict) -> str:
@@ -1471,13 +1488,26 @@ def set_random_state(state: dict) -> None:
     if state["mps"] is not None and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
     np.random.set_state(("MT19937", *state["numpy"]))
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
+    random.setstate(state["python"])
+
+
+def forget_after(folder: Path, step: int):
+    """Drop the lines of metrics.jsonl that later steps will write again, and what a kill has cut
+    off; add a line that says where the run goes on."""
+    path, kept = folder / "metrics.jsonl", []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines(keepends=True):
+        with contextlib.suppress(ValueError, AttributeError, TypeError):
+            if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
+                kept.append(line)
+    event = {"event": "resume", "step": step, "path": f"step_{step:012d}.pt"}
+    kept.append(json.dumps(event) + "\n")
+    write_atomically(path, lambda f: f.write("".join(kept).encode()))
 
 # ---- watching: a picture, TensorBoard, a bar
 
 
-def draw(runs: dict, title: str = "") -> str:
+def draw(runs: dict) -> str:
     """An SVG of the losses and, below, of the learning rates of some runs.
 
     runs: {name: {"train": [(step, loss)], "val": [(step, loss)], "lr": [(step, lr)]}}, each list
@@ -1487,37 +1517,39 @@ def draw(runs: dict, title: str = "") -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("a picture needs a package: pip install matplotlib") from None
-
-    def points(run, kind):
-        found = sorted(p for p in run.get(kind) or () if all(
-            isinstance(v, (int, float)) and abs(v) < 1e30 for v in p))
-        few = np.linspace(0, len(found) - 1, min(len(found), 2000)).astype(int)
-        return np.array([found[i] for i in few]).reshape(-1, 2)
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     losses, rates = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1)})
-    highest = []
+    tops = []
     for i, (name, run) in enumerate(runs.items()):
-        train, val, lr = (points(run, kind) for kind in ("train", "val", "lr"))
-        shown = "".join(c for c in name if c.isprintable())[:20].replace("$", r"\$")
-        if len(last := val if len(val) else train):
-            shown = f"{last[-1, 1]:.4g} {shown}"
-        for axes, curve, width, label in ((losses, train, 0.8, None), (losses, val, 2.2, shown),
-                                          (rates, lr, 1.2, None)):
-            axes.plot(curve[:, 0], curve[:, 1], f"C{i % 10}", lw=width, label=label,
-                      marker="o" if len(curve) == 1 else "none")
-        if len(y := np.concatenate([train[:, 1], val[:, 1]])):
-            highest.append(y.min() + 5 * (np.quantile(y, 0.75) - y.min()))
-    # without the fall of the first steps, and the end of a run that blew up: up to five times the
-    # way from the lowest loss to the third quartile of the best run
-    if highest and losses.get_ylim()[0] < min(highest) < losses.get_ylim()[1]:
-        losses.set_ylim(top=min(highest))
-    losses.set(ylabel="loss", title=title or "thick: validation, thin: training")
+        train, val, lr = (curve(run.get(kind)) for kind in ("train", "val", "lr"))
+        label = "".join(c for c in name if c.isprintable())[:20].replace("$", r"\$")
+        y = np.concatenate([train[:, 1], val[:, 1]])
+        if len(y):
+            last = (val if len(val) else train)[-1, 1]
+            label = f"{last:.4g} {label}"
+            # without the fall of the first steps and the end of a run that blew up
+            tops.append(y.min() + 5 * (np.quantile(y, 0.75) - y.min()))
+        for axes, points, width, named in ((losses, train, 0.8, None), (losses, val, 2.2, label),
+                                           (rates, lr, 1.2, None)):
+            axes.plot(points[:, 0], points[:, 1], f"C{i % 10}", lw=width, label=named,
+                      marker="o" if len(points) == 1 else "none")
+    if tops and losses.get_ylim()[0] < min(tops) < losses.get_ylim()[1]:
+        losses.set_ylim(top=min(tops))
+    losses.set(ylabel="loss", title="thick: validation, thin: training")
     rates.set(xlabel="step", ylabel="learning rate")
     if runs:
         losses.legend()
     out = io.StringIO()
     figure.savefig(out, format="svg")
     return out.getvalue()
+
+
+def curve(points) -> np.ndarray:
+    """(N, 2) of at most 2,000 of the finite points (step, value), in the order of steps."""
+    found = sorted(p for p in points or ()
+                   if all(isinstance(v, (int, float)) and abs(v) < 1e30 for v in p))
+    few = np.linspace(0, len(found) - 1, min(len(found), 2000)).astype(int)
+    return np.array([found[i] for i in few]).reshape(-1, 2)
 
 
 def read_curves(path: Path) -> dict:
@@ -1541,17 +1573,15 @@ def plot(config: dict) -> Path:
     the runs, which may be going on. Raises FileNotFoundError with the runs there are, ValueError
     for runs without a loss or without matplotlib."""
     root, node = Path(config["run"]["output_dir"]), config["distributed"]["node_id"]
-    folders = [root / name.strip() / node for name in config["run"]["name"].split(",")
-               if name.strip()]
-    files = []
+    names = [name.strip() for name in config["run"]["name"].split(",")]
+    folders, files = [root / name / node for name in names if name], []
     for folder in folders:
         own = folder / "metrics.jsonl"
         found = [own] if own.exists() else sorted(folder.glob("*/metrics.jsonl"))
         if not found:
-            there = sorted(p.parent.relative_to(root).as_posix() for depth in ("*", "*/*")
-                           for p in root.glob(f"{depth}/metrics.jsonl"))
-            raise FileNotFoundError(f"--plot: no run in {folder}; "
-                                    f"there are: {', '.join(there) or 'none'}")
+            there = [*root.glob("*/metrics.jsonl"), *root.glob("*/*/metrics.jsonl")]
+            there = ", ".join(sorted(f.parent.relative_to(root).as_posix() for f in there))
+            raise FileNotFoundError(f"--plot: no run in {folder}; there are: {there or 'none'}")
         files += found
     runs = {f.parent.relative_to(root).as_posix(): read_curves(f) for f in files}
     if not any(run["train"] or run["val"] for run in runs.values()):
@@ -1561,29 +1591,24 @@ def plot(config: dict) -> Path:
     return path
 
 
-class TensorBoard:
-    """A hook: the numbers of metrics.jsonl as scalars. Raises ValueError without the package."""
-    TAGS = {"step": ("train/", "loss", "lr", "grad_norm", "tokens_per_s"),
-            "eval": ("val/", "val_loss", "val_loss_per_byte")}
+def summary_writer() -> type:
+    """TensorBoard's own class. Raises ValueError without the package."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+        return SummaryWriter
+    except ImportError as e:
+        raise ValueError(f"logging.tensorboard=True needs a package: pip install tensorboard "
+                         f"({one_line(e)[:100]})") from e
 
-    def __init__(self):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as e:
-            raise ValueError(f"logging.tensorboard=True needs a package: pip install tensorboard "
-                             f"({one_line(e)[:100]})") from e
-        self.make = SummaryWriter
 
-    def open(self, folder: Path, step: int):
-        # what an earlier process has written of the steps after this one is forgotten
-        self.writer = self.make(folder, purge_step=step + 1, flush_secs=10)
-
-    def __call__(self, event: str, payload: dict):
-        group, *keys = self.TAGS.get(event, ("",))
-        for key in keys:
-            if payload.get(key) is not None:
-                self.writer.add_scalar(group + key.removeprefix("val_"), payload[key],
-                                       payload["step"])
+def write_scalars(writer, event: str, payload: dict):
+    """A hook, with a SummaryWriter: the numbers of the `step` and `eval` lines."""
+    tags = {"step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm",
+                     "tokens_per_s": "train/tokens_per_s"},
+            "eval": {"val_loss": "val/loss", "val_loss_per_byte": "val/loss_per_byte"}}
+    for key, tag in tags.get(event, {}).items():
+        if payload.get(key) is not None:
+            writer.add_scalar(tag, payload[key], payload["step"])
 
 
 @contextlib.contextmanager
@@ -1615,6 +1640,21 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f}s"
     return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
 
+
+class Clock:
+    """What the next `step` line counts: time, steps and tokens since the one before."""
+
+    def __init__(self):
+        self.began = time.perf_counter()
+        self.restart()
+
+    def restart(self):
+        self.since, self.steps, self.tokens = time.perf_counter(), 0, 0
+
+    def skip(self, seconds: float):
+        """Leave out the time of an evaluation or a checkpoint, which is not training."""
+        self.began, self.since = self.began + seconds, self.since + seconds
+
 # ---- the trainer
 
 
@@ -1639,6 +1679,24 @@ def outside_trouble(e: Exception) -> str:
     return out_of_memory(e)
 
 
+@contextlib.contextmanager
+def catching_signals(handler):
+    """Ctrl-C, SIGTERM and SIGHUP go to `handler` in here. A SIGHUP that nohup ignores stays
+    ignored."""
+    names, before = [], {}
+    if threading.current_thread() is threading.main_thread():   # Python allows it nowhere else
+        names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    for name in names:
+        number = signal.Signals[name]
+        if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
 class Trainer:
     """Trains `model` on `train_data` until config.run.max_steps.
 
@@ -1654,50 +1712,45 @@ class Trainer:
 
     def __init__(self, model, config: dict, train_data, val_data=None, coordinator=None, hooks=()):
         run = fill_defaults(config)["run"]
-        # first of all: if the package is missing, nothing has been touched
-        self.tensorboard = TensorBoard() if config["logging"]["tensorboard"] else None
         self.config, self.train_data, self.val_data = config, train_data, val_data
         self.coordinator, self.hooks, self.bar = coordinator, list(hooks), None
-        self.text = None            # made for the first sample
+
+        # the machine
         self.device = pick_device(run["device"])
         self.dtype, why = pick_precision(run["precision"], self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         elif self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 for what stays fp32
+
+        # the model and what updates it
         torch.manual_seed(hash64(run["seed"], config["distributed"]["node_id"]) >> 1)  # dropout
         self.model = model.to(self.device)
         if run["gradient_checkpointing"]:
             checkpoint_activations(model)
+        self.forward = torch.compile(model) if run["compile"] else model
         self.optimizers = build_optimizers(model, config["optimizer"], self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.forward = torch.compile(model) if run["compile"] else model
         pin = config["data"]["pin_memory"]
         pin = self.device.type == "cuda" if pin == "auto" else pin == "true"
         self.loss = Loss(model, self.device, self.dtype, pin)
+        fit_warmup(config["scheduler"])
 
-        # absolute step; samples taken from the data, labels learned from so far
-        self.step = self.position = self.tokens = 0
+        # where the run is
+        self.step = 0               # absolute
+        self.position = 0           # samples taken from the data
+        self.tokens = 0             # labels learned from
         self.best = {"step": None, "val_loss": math.inf}
-        # has a loss or gradient not been finite? How many updates in a row has fp16 skipped?
+        self.last_loss = torch.zeros(())
+        # on the device: to look at them is a sync. Has a loss or a gradient not been finite? How
+        # many updates in a row has fp16 skipped?
         self.not_finite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.last_loss = torch.zeros(())
         self.whole = True           # False while an update is half done
         self.fetching = False       # True while the next batches are waited for
-        self.stop_signal = None
-        self.folder = run_folder(config)
-        self.fit_warmup()
-        self.lock_folder(run["resume"])
-        try:
-            self.open_folder(run["resume"])
-            if self.tensorboard:
-                self.tensorboard.open(self.folder / "tensorboard", self.step)
-                self.hooks.append(self.tensorboard)
-        except BaseException:
-            self.lock.release()
-            raise
+        self.stop_signal = None     # the name of the one that ends the run
 
+        self.open_folder(run_folder(config))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         say(f"device   {self.device} | {str(self.dtype)[6:]} ({why}) | "
             f"{torch.get_num_threads()} CPU threads")
@@ -1707,42 +1760,39 @@ class Trainer:
             say(f"expect   a validation loss near {run['expected_loss']:.2f}")
         say(f"folder   {self.folder}")
 
-    def fit_warmup(self):
-        """A warmup longer than the whole curve would end a run before its learning rate is
-        reached."""
-        c = self.config["scheduler"]
-        if c["warmup_steps"] >= c["max_steps"]:
-            short = c["max_steps"] // 10
-            say(f"notice   scheduler.warmup_steps={c['warmup_steps']} is as long as the run: "
-                f"{short} instead, a tenth of it")
-            c["warmup_steps"] = short
-
-    def lock_folder(self, resume: bool):
-        """Take the run's folder. Raises ValueError if another process has it, OSError if it cannot
-        be written."""
-        if resume and not self.folder.exists():
-            load_checkpoint(self.config)    # says so, and leaves no folder behind
+    def open_folder(self, folder: Path):
+        """Lock the run's folder, then begin a run in it or resume the one it holds. Raises
+        ValueError if it is in use or cannot be resumed, OSError if it cannot be written."""
+        self.folder, self.writer = folder, None
+        resume = self.config["run"]["resume"]
+        # what can be refused is refused before the folder is made or touched
+        make_writer = summary_writer() if self.config["logging"]["tensorboard"] else None
+        if resume and not folder.exists():
+            load_checkpoint(self.config)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / ".lock")     # the kernel drops it with the process
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(folder / ".lock")      # the kernel drops it with the process
             self.lock.acquire(timeout=0)
-            (self.folder / "latest.json.tmp").write_text("?")  # can this folder be written?
         except Timeout:
-            raise ValueError(f"{self.folder}: another process is training in this folder") from None
+            raise ValueError(f"{folder}: another process is training in this folder") from None
         except OSError as e:
-            raise OSError(f"run.output_dir: cannot write to {self.folder}: {e.strerror}") from e
-
-    def open_folder(self, resume: bool):
-        for leftover in self.folder.glob("*.tmp"):  # of a process that was killed while writing
-            leftover.unlink()
-        if resume:
-            self.resume()
-        elif self.checkpoints():
-            raise ValueError(f"{self.folder} already holds a run: "
-                             f"add --resume to go on, or --name=ANOTHER")
-        else:
-            (self.folder / "metrics.jsonl").write_text("")
-        self.metrics = open(self.folder / "metrics.jsonl", "a", encoding="utf-8")
+            raise OSError(f"run.output_dir: cannot write to {folder}: {e.strerror}") from e
+        try:
+            for leftover in folder.glob("*.tmp"):   # of a process that was killed while writing
+                leftover.unlink()
+            if resume:
+                self.resume()
+            elif self.checkpoints():
+                raise ValueError(f"{folder} already holds a run: "
+                                 f"add --resume to go on, or --name=ANOTHER")
+            self.metrics = open(folder / "metrics.jsonl", "a" if resume else "w", encoding="utf-8")
+        except BaseException:
+            self.lock.release()
+            raise
+        if make_writer:     # purge_step: an earlier process may have written steps that come again
+            self.writer = make_writer(folder / "tensorboard", purge_step=self.step + 1,
+                                      flush_secs=10)
+            self.hooks.append(functools.partial(write_scalars, self.writer))
 
     # one line per event, the same numbers for a reader, a file and the hooks
 
@@ -1751,17 +1801,14 @@ class Trainer:
             say(f"{event:<8} {line}")
         payload = {k: None if isinstance(v, float) and not math.isfinite(v) else v
                    for k, v in payload.items()}     # JSON has no infinity
-        try:
-            self.metrics.write(json.dumps({"event": event, **payload}) + "\n")
-            self.metrics.flush()
-        except OSError as e:
-            raise TrainingError(f"cannot write {self.metrics.name}: {e.strerror}") from e
+        self.metrics.write(json.dumps({"event": event, **payload}) + "\n")
+        self.metrics.flush()
         for hook in self.hooks:
             hook(event, payload)
 
     def progress(self) -> str:
-        return (f"{self.step:>{len(str(self.config['run']['max_steps']))}}/"
-                f"{self.config['run']['max_steps']}")
+        total = str(self.config["run"]["max_steps"])
+        return f"{self.step:>{len(total)}}/{total}"
 
     # checkpoints
 
@@ -1780,35 +1827,24 @@ class Trainer:
         }
 
     def save(self):
-        """Write step_<step>.pt, point latest.json at it,
-        and delete what checkpoint.keep_last does not keep."""
+        """Write step_<step>.pt, point latest.json at it, and delete what checkpoint.keep_last does
+        not keep. Raises TrainingError."""
         self.refuse_not_finite()
         path = self.folder / f"step_{self.step:012d}.pt"
         state = self.state_dict()
         write_atomically(path, lambda f: torch.save(state, f))
-        latest = json.dumps({"step": self.step, "path": path.name})
-        write_atomically(self.folder / "latest.json", lambda f: f.write(latest.encode()))
+        latest = json.dumps({"step": self.step, "path": path.name}).encode()
+        write_atomically(self.folder / "latest.json", lambda f: f.write(latest))
         for old in self.checkpoints()[self.config["checkpoint"]["keep_last"]:]:
             old.unlink()
         self.emit("checkpoint", f"{self.progress()} | {path}", step=self.step, path=path.name)
 
     def resume(self):
         """Continue from the newest checkpoint that is whole, or from the best one, and say which
-        settings are others now."""
-        def set_aside(path):        # or it would pass for the newest
-            path.rename(path.with_name(path.name + ".damaged"))
-        path, state = load_checkpoint(self.config, damaged=set_aside)
+        settings are others now. Raises ValueError or FileNotFoundError."""
+        path, state = load_checkpoint(self.config)
         load_model(self.model, state, path)
-        if "optimizers" not in state:
-            raise ValueError(f"{path} holds a model only: it can be sampled and exported, and "
-                             f"--resume without --best goes on")
-        if len(state["optimizers"]) != len(self.optimizers):
-            raise ValueError(f"{path} was written with another optimizer.name")
-        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
-            for group, now in zip(saved["param_groups"], optimizer.param_groups):
-                # the settings of now, the state of then
-                group.update({k: v for k, v in now.items() if k != "params"})
-            optimizer.load_state_dict(saved)
+        load_optimizers(self.optimizers, state["optimizers"], path)
         if state["scaler"]:     # a run of another precision has none: fp16 begins with a new one
             self.scaler.load_state_dict(state["scaler"])
         self.last_loss = torch.tensor(state["last_loss"])
@@ -1817,29 +1853,20 @@ class Trainer:
         set_random_state(state["random"])
         if self.coordinator and state["coordinator"]:
             self.coordinator.load_state_dict(state["coordinator"])
-        for newer in self.checkpoints():        # than the best, which is gone back to
+        # a newer one would pass for the newest: it is damaged, or was left for the best
+        ending = ".left" if self.config["run"]["best"] else ".damaged"
+        for newer in self.checkpoints():
             if int(newer.stem[5:]) > self.step:
-                say(f"notice   {newer.name} is set aside as {newer.name}.left")
-                newer.rename(newer.with_name(newer.name + ".left"))
-        self.forget_after(self.step)
-        changed = changes(state["config"], self.config)
-        say(f"resume   from {path} at step {self.step:,}" + f" | now {changed}" * bool(changed))
+                say(f"notice   {newer.name} is set aside as {newer.name}{ending}")
+                newer.rename(newer.with_name(newer.name + ending))
+        forget_after(self.folder, self.step)
+        line = f"resume   from {path} at step {self.step:,}"
+        if changed := changes(state["config"], self.config):
+            line += f" | now {changed}"
+        say(line)
         before, now = state.get("data"), getattr(self.train_data, "fingerprint", None)
         if before and now and (change := data_change(before, now)):
             say(f"notice   {change}")
-
-    def forget_after(self, step: int):
-        """Drop the lines of metrics.jsonl that steps to come will write again,
-        and a line cut off by a kill."""
-        path, kept = self.folder / "metrics.jsonl", []
-        for line in (path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-                     if path.exists() else []):
-            with contextlib.suppress(ValueError, AttributeError, TypeError):
-                if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
-                    kept.append(line)
-        kept.append(json.dumps({"event": "resume", "step": step,
-                                "path": f"step_{step:012d}.pt"}) + "\n")
-        write_atomically(path, lambda f: f.write("".join(kept).encode()))
 
     # evaluation and samples
 
@@ -1847,6 +1874,7 @@ class Trainer:
         return mean_loss(self.model, self.val_data, self.config, self.device, self.dtype)
 
     def eval_and_keep_best(self):
+        """Evaluate, write best.pt if this is the best, and print a sample. Raises TrainingError."""
         self.refuse_not_finite()
         val_loss = self.evaluate()
         if not math.isfinite(val_loss):
@@ -1863,31 +1891,37 @@ class Trainer:
             payload = {"val_loss_per_byte": val_loss / per_token}
             line += f" | {val_loss / per_token:.4f} per byte"
         self.emit("eval", line, step=self.step, val_loss=val_loss, **payload)
-        if self.config["run"]["sample"]:
-            try:
-                self.print_sample(self.step == self.config["run"]["max_steps"])
-            except TrainingError as e:      # the run itself is well
-                say(f"notice   {e}")
-
-    def print_sample(self, whole: bool):
-        """Continue run.sample, by at most 100 tokens if not the whole. Raises TrainingError."""
-        self.text = self.text or Text(self.config)
+        if not self.config["run"]["sample"]:
+            return
         count = self.config["sample"]["tokens"]
-        count = count if whole else min(100, count)
-        show_sample(sample_text(self.model, self.config, self.text, count))
+        if self.step < self.config["run"]["max_steps"]:
+            count = min(100, count)
+        try:
+            print_sample(self.model, self.config, self.text, count)
+        except TrainingError as e:      # the run itself is well
+            say(f"notice   {e}")
+
+    @functools.cached_property
+    def text(self):
+        return Text(self.config)        # reads the tokenizer: once, and only for a sample
 
     # one update
 
     def next_batches(self, data) -> tuple[list[dict], int]:
-        """The microbatches of the next update, and how many samples were taken for them. Raises
-        TrainingError if no label in them counts, a hundred times in a row."""
-        self.fetching, samples = True, 0    # a signal need not wait for a loader that hangs
+        """The microbatches of the next update, none if a signal ends the wait for them, and how
+        many samples were taken. Raises TrainingError if no label counts, a hundred times in a
+        row."""
+        samples, self.fetching = 0, True    # a signal need not wait for a loader that hangs
         try:
             for _ in range(100):
                 microbatches = [next(data) for _ in range(self.config["data"]["accumulation"])]
                 samples += sum(len(b["input_ids"]) for b in microbatches)
                 if any(self.loss.count(b) for b in microbatches):
                     return microbatches, samples
+        except BaseException:
+            if self.stop_signal:    # it ended the wait, or the data processes
+                return [], samples
+            raise
         finally:
             self.fetching = False
         raise TrainingError("the batches of 100 steps in a row hold no label that counts")
@@ -1911,19 +1945,17 @@ class Trainer:
                 say(f"notice   torch.compile failed, going on without it: "
                     f"{type(e).__name__}: {one_line(e)[:200]}")
             self.forward = self.model
-            self.zero_grad()
+            self.model.zero_grad(set_to_none=True)
             return self.forward_backward(microbatches)
         return total, sum(counts)
 
     def learning_rate(self) -> float:
-        def coordinated(name, otherwise):
-            return getattr(self.coordinator, name, lambda step: otherwise)(self.step)
-        return (self.config["optimizer"]["lr"] * coordinated("lr_scale", 1.0)
-                * lr_factor(coordinated("schedule_step", self.step), self.config["scheduler"]))
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        lr, step = self.config["optimizer"]["lr"], self.step
+        if hasattr(self.coordinator, "lr_scale"):
+            lr *= self.coordinator.lr_scale(step)
+        if hasattr(self.coordinator, "schedule_step"):
+            step = self.coordinator.schedule_step(step)
+        return lr * lr_factor(step, self.config["scheduler"])
 
     def refuse_not_finite(self):
         if self.not_finite.item():
@@ -1937,19 +1969,20 @@ class Trainer:
         and on the weights stand still. They are good ones, and are saved."""
         if not self.scaler.is_enabled():
             return
-        if (skipped := self.skipped.item()) >= SKIPPED or self.scaler.get_scale() < 1:
+        skipped, scale = self.skipped.item(), self.scaler.get_scale()
+        if skipped >= SKIPPED or scale < 1:
             raise TrainingError(f"step {self.step}: fp16 has skipped {skipped} updates in a row, "
-                                f"its loss scale is {self.scaler.get_scale():.3g}: take "
-                                f"--precision=bf16 or fp32, or lower --lr")
+                                f"its loss scale is {scale:.3g}: take --precision=bf16 or fp32, or "
+                                f"lower --lr")
 
     # the work
 
     def train(self):
         """Run to max_steps, or to a signal, and evaluate and save there. Whatever ends a run from
         outside an update saves first. Raises TrainingError, in one line, for what is no bug."""
-        with self.catching_signals():
+        with catching_signals(self.on_signal):
             try:
-                self.loop()
+                self.run()
             except Exception as e:
                 if self.whole and self.step and not self.not_finite.item():
                     self.save()
@@ -1957,48 +1990,34 @@ class Trainer:
                     raise TrainingError(line) from e
                 raise
             finally:
-                if self.tensorboard:
-                    self.tensorboard.writer.close()
+                if self.writer:
+                    self.writer.close()
                 self.lock.release(force=True)
 
-    @contextlib.contextmanager
-    def catching_signals(self):
-        """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step under way, the second one
-        ends it at once, as a KeyboardInterrupt. A SIGHUP that nohup ignores stays ignored."""
-        before = {}
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            if (number and threading.current_thread() is threading.main_thread()
-                    and not (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN)):
-                before[number] = signal.signal(number, self.on_signal)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def on_signal(self, number, _):
+        """The first signal ends the run after the step under way, the second one at once, as a
+        KeyboardInterrupt."""
         if self.stop_signal:
             raise KeyboardInterrupt
         self.stop_signal = signal.Signals(number).name
         line = f"stop     {self.stop_signal}: finishing this step, then saving; again to stop now\n"
-        try:        # keep: not print, which may be what was interrupted
-            os.write(sys.__stdout__.fileno(), (("\r\x1b[K" if self.bar else "") + line).encode())
-        except (OSError, ValueError, AttributeError):
-            pass    # no terminal any more
+        if self.bar:
+            line = "\r\x1b[K" + line
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no terminal any more
+            os.write(sys.__stdout__.fileno(), line.encode())    # keep: print may be interrupted
         if self.fetching:
             raise KeyboardInterrupt
 
-    def loop(self):
+    def run(self):
+        """All of a run but the handling of trouble: the coordinator's start, the loop, the end."""
         if self.coordinator:
             self.coordinator.start(self)    # may move to another step
-        first = self.step
-        # the generator owns the data processes: closing it ends them
+        first, total = self.step, self.config["run"]["max_steps"]
         data = batches(self.train_data, self.config, self.position, self.loss.ignore)
-        with (contextlib.closing(data),
-              bar(self.step, self.config["run"]["max_steps"]) as self.bar):
+        # closing the generator ends its data processes
+        with contextlib.closing(data), bar(first, total) as self.bar:
             try:
-                self.steps(data)
+                self.loop(data)
             finally:
                 self.bar = None
         if self.coordinator:
@@ -2007,8 +2026,7 @@ class Trainer:
             self.coordinator.finish(self)
         if self.step == first and not self.stop_signal:
             more = "" if self.coordinator else ": --max-steps=MORE goes on"
-            return say(f"done     already at step {self.step} of "
-                       f"{self.config['run']['max_steps']}{more}")
+            return say(f"done     already at step {self.step} of {total}{more}")
         if self.val_data is not None and not self.stop_signal:
             self.eval_and_keep_best()
         self.save()
@@ -2017,86 +2035,82 @@ class Trainer:
             say(f"stop     {self.stop_signal}: the state is saved, {how} goes on from step "
                 f"{self.step}")
 
-    def steps(self, data):
-        run, c, coordinator = self.config["run"], self.config, self.coordinator
+    def loop(self, data):
+        """THE LOOP: learning rate, microbatches, clip, step, coordinator, log, eval, checkpoint."""
+        c, first, clock = self.config, self.step, Clock()
         params = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
-        first, paused = self.step, 0.0      # paused: time in eval and save, which is not training
-        began = window = time.perf_counter()
-        window_steps = window_tokens = 0
         self.model.train()
-        while self.step < run["max_steps"] and not self.stop_signal:
-            # learning rate and data of this step
+        while self.step < c["run"]["max_steps"] and not self.stop_signal:
             lr = self.learning_rate()
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-            try:
-                microbatches, samples = self.next_batches(data)
-            except BaseException:
-                if self.stop_signal:    # by a signal that reached the data processes, too
-                    return
-                raise
+            microbatches, samples = self.next_batches(data)
+            if not microbatches:
+                return
             if self.step == first:
-                B, T = microbatches[0]["input_ids"].shape
-                n = len(microbatches)
-                say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
-                    f"(microbatches x samples x positions)")
+                self.say_batch(microbatches)
             loss, tokens = self.forward_backward(microbatches)
 
-            # the update: from here to its end the state is torn, and nothing saves it
+            # The update. From here to its end the state is torn, and nothing saves it.
             self.whole = False
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(params, c["optimizer"]["grad_clip"] or math.inf)
             self.not_finite |= ~torch.isfinite(loss if self.scaler.is_enabled() else loss + norm)
             self.skipped = torch.where(torch.isfinite(norm), 0, self.skipped + 1)
-            # elsewhere it would be a sync: checked before log, eval and save
-            if self.device.type == "cpu":
+            if self.device.type == "cpu":   # elsewhere a sync: there before log, eval and save
                 self.refuse_not_finite()
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
+                optimizer.zero_grad(set_to_none=True)
             self.scaler.update()
-            self.zero_grad()
-            self.last_loss = loss
-            self.step += 1
-            self.position += samples
-            self.tokens += tokens
+            self.step, self.last_loss = self.step + 1, loss
+            self.position, self.tokens = self.position + samples, self.tokens + tokens
             self.whole = True
 
-            # what comes between two updates: the swarm, a line, evaluation, a checkpoint
-            if coordinator:
-                coordinator.after_step(self)
+            # Between two updates: the swarm, a line, evaluation, a checkpoint.
+            if self.coordinator:
+                self.coordinator.after_step(self)
+            clock.steps, clock.tokens = clock.steps + 1, clock.tokens + tokens
             if self.bar:
                 self.bar.update(self.step - self.bar.n)     # a coordinator may have moved it
-            window_steps, window_tokens = window_steps + 1, window_tokens + tokens
-            done = self.step - first
-            if (self.step % c["logging"]["every_steps"] == 0 or done in (1, 2, 5, 10)
-                    or self.step == run["max_steps"]):
-                self.refuse_not_finite()    # waits for the device: the clock below is right
-                self.refuse_collapse()
-                now = time.perf_counter() - paused
-                spent, rate = (now - window) / window_steps, window_tokens / (now - window)
-                eta = duration((run["max_steps"] - self.step) * spent)
-                if self.bar:
-                    self.bar.set_description_str(f"loss {loss.item():.4f} | {rate:,.0f} tok/s | "
-                                                 f"eta {eta}", refresh=False)
-                self.emit("step", f"{self.progress()} | loss {loss.item():.4f} | lr {lr:.2e} | "
-                                  f"norm {norm.item():.2f} | {spent * 1e3:,.0f} ms | "
-                                  f"{rate:,.0f} tok/s | eta {eta}",
-                          step=self.step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
-                          tokens=self.tokens, tokens_per_s=rate, seconds=now - began)
-                window, window_steps, window_tokens = now, 0, 0
+            done, last = self.step - first, self.step >= c["run"]["max_steps"]
+            if done in (1, 2, 5, 10) or last or self.due(c["logging"]["every_steps"]):
+                self.log(clock, loss, lr, norm)
             if done == WARM_STEPS:      # the rate of later steps counts from here
                 if self.device.type == "cuda":
                     torch.cuda.synchronize()
-                window, window_steps, window_tokens = time.perf_counter() - paused, 0, 0
+                clock.restart()
+            if last:        # run() evaluates and saves
+                return
+            pause = time.perf_counter()
+            if self.due(c["run"]["eval_every"]) and self.val_data is not None:
+                self.eval_and_keep_best()
+            if self.due(c["checkpoint"]["every_steps"]):
+                self.save()
+            clock.skip(time.perf_counter() - pause)
 
-            if self.step < run["max_steps"]:
-                pause = time.perf_counter()
-                if (run["eval_every"] and self.step % run["eval_every"] == 0
-                        and self.val_data is not None):
-                    self.eval_and_keep_best()
-                if (c["checkpoint"]["every_steps"]
-                        and self.step % c["checkpoint"]["every_steps"] == 0):
-                    self.save()
-                paused += time.perf_counter() - pause
+    def due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def say_batch(self, microbatches: list[dict]):
+        n, (B, T) = len(microbatches), microbatches[0]["input_ids"].shape
+        say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
+            f"(microbatches x samples x positions)")
+
+    def log(self, clock: Clock, loss, lr: float, norm):
+        """One `step` line. Raises TrainingError if the run cannot go on."""
+        self.refuse_not_finite()    # waits for the device: only then is the clock right
+        self.refuse_collapse()
+        loss, norm, now = loss.item(), norm.item(), time.perf_counter()
+        seconds, rate = (now - clock.since) / clock.steps, clock.tokens / (now - clock.since)
+        eta = duration((self.config["run"]["max_steps"] - self.step) * seconds)
+        if self.bar:
+            self.bar.set_description_str(f"loss {loss:.4f} | {rate:,.0f} tok/s | eta {eta}",
+                                         refresh=False)
+        self.emit("step", f"{self.progress()} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | "
+                          f"{seconds * 1e3:,.0f} ms | {rate:,.0f} tok/s | eta {eta}",
+                  step=self.step, loss=loss, lr=lr, grad_norm=norm, tokens=self.tokens,
+                  tokens_per_s=rate, seconds=now - clock.began)
+        clock.restart()
