@@ -866,6 +866,11 @@ def test_registry(tmp_path, monkeypatch):
 
 
 # ---- trainer.py: data
+# A sample depends on seed, node and counter alone; an epoch sees each item once.
+# Validation is never trained on. What a run writes is no data. A link is followed once.
+# Each kind of file gives the same documents, in bounded memory; what is no text is refused by name.
+# The tokens of the pieces of a text are those of the whole; they are made once for each source.
+# An export has the tokenizer's files, and a token that fills up a batch.
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 4097])
@@ -1310,19 +1315,17 @@ def tokenizer_of(folder, kind="gpt2", vocab_size=400):
     tokenizer.train_from_iterator(corpus, t.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet,
         show_progress=False))
-    if kind == "metaspace":     # as newer Llama 2 files have it
-        tokenizer.normalizer = None
-        tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if kind in ("llama2", "metaspace"):
         tokenizer.decoder = t.decoders.Sequence([
             t.decoders.Replace("\u2581", " "), t.decoders.ByteFallback(), t.decoders.Fuse(),
             t.decoders.Strip(" ", 1, 0)])
+    if kind == "metaspace":     # as newer Llama 2 files have it
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     if kind == "llama2":
         tokenizer.pre_tokenizer = None
         tokenizer.normalizer = t.normalizers.Sequence(
             [t.normalizers.Prepend("\u2581"), t.normalizers.Replace(" ", "\u2581")])
-        tokenizer.decoder = t.decoders.Sequence([
-            t.decoders.Replace("\u2581", " "), t.decoders.ByteFallback(), t.decoders.Fuse(),
-            t.decoders.Strip(" ", 1, 0)])
     tokenizer.enable_truncation(7)      # as some files have it
     tokenizer.enable_padding()
     folder.mkdir(exist_ok=True)
@@ -1353,7 +1356,7 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch, kin
     count = 0
     for text in texts:
         whole = tokenizer.encode(text, add_special_tokens=False).ids
-        for piece in (64, 100, 1000):
+        for piece in (64, 1000):
             monkeypatch.setattr(trainer_module, "PIECE", piece)
             monkeypatch.setattr(trainer_module, "BLOCK", piece * 3 + 1)
             found = tokens(text)

@@ -375,9 +375,9 @@ def find_stdlib() -> dict[str, str]:
     is held out, is like the rest."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    files = {f.relative_to(root).as_posix(): str(f) for f in root.rglob("*.py")
-             if not skip & set(f.relative_to(root).parts)}
-    return {name: files[name] for name in sorted(files, key=hash64)}
+    names = [f.relative_to(root) for f in root.rglob("*.py")]
+    names = [name.as_posix() for name in names if not skip.intersection(name.parts)]
+    return {name: str(root / name) for name in sorted(names, key=hash64)}
 
 
 def find_files(config: dict, key: str) -> dict[str, str]:
@@ -431,8 +431,7 @@ def read_json(path: str, column: str):
             try:
                 yield json.loads(line.decode("utf-8-sig")) if line.strip() else {column: None}
             except (ValueError, RecursionError):
-                raise ValueError('no JSON object in UTF-8; wanted is one {"text": ...} in each '
-                                 'line') from None
+                yield None      # row_text() refuses it
 
 
 def read_parquet(path: str, column: str):
@@ -453,8 +452,7 @@ def read_parquet(path: str, column: str):
 def row_text(row: dict, column: str) -> str:
     """The text of a row, "" if it has none. Raises ValueError."""
     if not isinstance(row, dict):
-        raise ValueError(f'no JSON object but a {type(row).__name__}; wanted is one '
-                         f'{{"text": ...}} in each line')
+        raise ValueError('no JSON object in UTF-8; wanted is one {"text": ...} in each line')
     if column not in row:
         raise ValueError(f"no column {column!r}; there are {', '.join(row)[:200]}: "
                          f"--data.text-column=NAME")
@@ -853,8 +851,7 @@ def as_tensor(value) -> torch.Tensor | None:
             value = torch.from_numpy(np.array(value))
         except (TypeError, ValueError):     # text, None, rows of unequal length
             return None
-    whole = not value.is_floating_point() and value.dtype != torch.bool
-    return value.long() if whole else value
+    return value if value.is_floating_point() or value.dtype == torch.bool else value.long()
 
 
 def named(item) -> dict:
