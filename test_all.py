@@ -1010,10 +1010,8 @@ TEXT = "The quick brown fox jumps over the lazy dog.\n" * 90
     ("a.npz", b"PK\x03\x04" + bytes(300), "a zip archive"),
     ("a.bin", b"PK\x03\x04" + bytes(300), "a zip archive, as are PyTorch's weights"),
     ("a.tar", b"a".ljust(257, b"\0") + b"ustar\x0000", "byte 1 is zero"),
-    ("a.zst", b"\x28\xb5\x2f\xfd" + bytes(99), "byte 4 is zero"),
     ("a.pdf", b"%PDF-1.7\n", "a PDF"),
-    ("a.pkl", b"\x80\x04\x95", "a Python pickle"), ("a.so", b"\x7fELF\2\1\1\0", "byte 7 is zero"),
-    ("a.db", b"SQLite format 3\0", "byte 15 is zero"),
+    ("a.pkl", b"\x80\x04\x95", "a Python pickle"),
     ("m.safetensors", struct.pack("<Q", 60) + b'{"w":', "a file of model weights"),
     ("a.parquet", TEXT.encode(), "a.parquet, row 1: Parquet magic"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "cut\n', "a.jsonl, row 2: no JSON object"),
@@ -1451,8 +1449,9 @@ def test_a_run_with_a_tokenizer_and_its_refusals(tmp_path, monkeypatch, capfd):
     assert 0 < line["val_loss_per_byte"] < line["val_loss"] / 2
     size = text_of("t").size
     flags.append(f"--vocab-size={size}")
-    done = run_script([*flags, "--max-steps=12", "--resume"], tmp_path)
-    assert done.returncode == 0 and not done.stderr and "from before" in done.stdout, done.stderr
+    assert train.main([*flags, "--max-steps=12", "--resume"]) is None
+    out = capfd.readouterr()
+    assert not out.err and "from before" in out.out
     assert lines_of(tmp_path / "runs/smoke", "step")[-1]["step"] == 12
     assert train.main([*flags, "--max-steps=12", "--resume", "--export=out"]) is None
     tokenizer = (tmp_path / "t/tokenizer.json").read_bytes()
