@@ -884,6 +884,11 @@ def test_registry(tmp_path, monkeypatch):
 
 
 # ---- trainer.py: data
+# A sample depends on seed, node and counter alone; an epoch sees each item once.
+# Validation is never trained on. What a run writes is no data. A link is followed once.
+# Each kind of file gives the same documents, in bounded memory; what is no text is refused by name.
+# The tokens of the pieces of a text are those of the whole; they are made once for each source.
+# An export has the tokenizer's files, and a token that fills up a batch.
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 4097])
@@ -1023,10 +1028,8 @@ TEXT = "The quick brown fox jumps over the lazy dog.\n" * 90
     ("a.npz", b"PK\x03\x04" + bytes(300), "a zip archive"),
     ("a.bin", b"PK\x03\x04" + bytes(300), "a zip archive, as are PyTorch's weights"),
     ("a.tar", b"a".ljust(257, b"\0") + b"ustar\x0000", "byte 1 is zero"),
-    ("a.zst", b"\x28\xb5\x2f\xfd" + bytes(99), "byte 4 is zero"),
     ("a.pdf", b"%PDF-1.7\n", "a PDF"),
-    ("a.pkl", b"\x80\x04\x95", "a Python pickle"), ("a.so", b"\x7fELF\2\1\1\0", "byte 7 is zero"),
-    ("a.db", b"SQLite format 3\0", "byte 15 is zero"),
+    ("a.pkl", b"\x80\x04\x95", "a Python pickle"),
     ("m.safetensors", struct.pack("<Q", 60) + b'{"w":', "a file of model weights"),
     ("a.parquet", TEXT.encode(), "a.parquet, row 1: Parquet magic"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "cut\n', "a.jsonl, row 2: no JSON object"),
@@ -1199,7 +1202,6 @@ def test_a_dataset_repo_is_read_by_its_data_files_and_its_train_split():
     assert choose("2020/a.jsonl", "2021/a.jsonl", "x.txt") == ["2020/a.jsonl", "2021/a.jsonl"]
     assert choose("a.txt", "trainer.txt", "contest.txt") == ["a.txt", "contest.txt", "trainer.txt"]
     assert choose("x.bin", "y.npy") == ["x.bin", "y.npy"] and choose(*beside) == []
-    assert choose("default/train.jsonl", "other/train.jsonl") == ["default/train.jsonl"]
     for names, says in [(["en/train.jsonl", "de/train.jsonl"], "2 configurations (de, en)"),
                         (["test.jsonl", "dev.jsonl"], "no train split, only test, validation")]:
         with pytest.raises(ValueError, match=re.escape(says)):
@@ -1329,19 +1331,17 @@ def tokenizer_of(folder, kind="gpt2", vocab_size=400):
     tokenizer.train_from_iterator(corpus, t.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet,
         show_progress=False))
-    if kind == "metaspace":     # as newer Llama 2 files have it
-        tokenizer.normalizer = None
-        tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if kind in ("llama2", "metaspace"):
         tokenizer.decoder = t.decoders.Sequence([
             t.decoders.Replace("\u2581", " "), t.decoders.ByteFallback(), t.decoders.Fuse(),
             t.decoders.Strip(" ", 1, 0)])
+    if kind == "metaspace":     # as newer Llama 2 files have it
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     if kind == "llama2":
         tokenizer.pre_tokenizer = None
         tokenizer.normalizer = t.normalizers.Sequence(
             [t.normalizers.Prepend("\u2581"), t.normalizers.Replace(" ", "\u2581")])
-        tokenizer.decoder = t.decoders.Sequence([
-            t.decoders.Replace("\u2581", " "), t.decoders.ByteFallback(), t.decoders.Fuse(),
-            t.decoders.Strip(" ", 1, 0)])
     tokenizer.enable_truncation(7)      # as some files have it
     tokenizer.enable_padding()
     folder.mkdir(exist_ok=True)
@@ -1372,7 +1372,7 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch, kin
     count = 0
     for text in texts:
         whole = tokenizer.encode(text, add_special_tokens=False).ids
-        for piece in (64, 100, 1000):
+        for piece in (64, 1000):
             monkeypatch.setattr(trainer_module, "PIECE", piece)
             monkeypatch.setattr(trainer_module, "BLOCK", piece * 3 + 1)
             found = tokens(text)
@@ -1431,8 +1431,7 @@ def test_a_token_file_is_made_once_for_each_source(tmp_path, capsys):
     # a tokenizer's settings name the token that ends a text; that is another token file
     number = len(list(made.glob("*.npy")))
     (tmp_path / "t/tokenizer_config.json").write_text('{"eos_token": {"content": "the"}}')
-    assert text_of(tmp_path / "t").ids == {
-        "eos_token_id": loaded.tokenizer.token_to_id("the")}
+    assert text_of(tmp_path / "t").special == {"eos_token": "the"}
     build()
     assert len(list(made.glob("*.npy"))) == number + 1
 
@@ -1468,8 +1467,9 @@ def test_a_run_with_a_tokenizer_and_its_refusals(tmp_path, monkeypatch, capfd):
     assert 0 < line["val_loss_per_byte"] < line["val_loss"] / 2
     size = text_of("t").size
     flags.append(f"--vocab-size={size}")
-    done = run_script([*flags, "--max-steps=12", "--resume"], tmp_path)
-    assert done.returncode == 0 and not done.stderr and "from before" in done.stdout, done.stderr
+    assert train.main([*flags, "--max-steps=12", "--resume"]) is None
+    out = capfd.readouterr()
+    assert not out.err and "from before" in out.out
     assert lines_of(tmp_path / "runs/smoke", "step")[-1]["step"] == 12
     assert train.main([*flags, "--max-steps=12", "--resume", "--export=out"]) is None
     tokenizer = (tmp_path / "t/tokenizer.json").read_bytes()

@@ -11,6 +11,7 @@ tuple, a dict or only logits. `config` is a nested dict; what it leaves out is i
 coordinator, if there is one, is called between the steps: this is where a swarm hooks in. One
 process, one device: no DDP, no sharding.
 """
+import bisect
 import codecs
 import contextlib
 import ctypes
@@ -24,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
 import signal
@@ -110,8 +112,8 @@ def hash64(*parts) -> int:
 def permute(i: int, n: int, key: int) -> int:
     """Where item i of n lands in the permutation `key`: computed, so no epoch is ever stored.
 
-    A four-round Feistel network on the next even number of bits; what falls outside n walks on
-    until it is inside (Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
+    A four-round Feistel network on the next even number of bits. A result outside n goes through
+    it again until it is inside (Black and Rogaway, Ciphers with arbitrary finite domains, 2002).
     """
     bits = max(1, ((n - 1).bit_length() + 1) // 2)
     low = (1 << bits) - 1
@@ -127,39 +129,37 @@ def permute(i: int, n: int, key: int) -> int:
 
 
 class Tokens:
-    """Token files end to end as one array.
-    Nothing is kept in memory or open: a read is a seek and a copy."""
-    paths = ()              # the files of the user that the tokens are from
-    digest = ""             # of their names and sizes
-    summary = ""            # the same for people
+    """Token files end to end as one array. No file stays open or in memory."""
+    paths = ()              # the user's files
+    digest = ""             # hash of their names and sizes
+    summary = ""            # what they hold, for the data line
     bytes_per_token = None  # None = not known
 
-    def __init__(self, files):
-        self.files = [f for f in files if f[3]]                 # (path, dtype, byte offset, tokens)
-        self.starts = [0, *itertools.accumulate(f[3] for f in self.files)]
-        self.starts_array = np.array(self.starts)
+    def __init__(self, parts):
+        self.parts = [p for p in parts if p[3]]         # (path, dtype, byte offset, tokens)
+        self.starts = [0, *itertools.accumulate(p[3] for p in self.parts)]
 
     def __len__(self):
         return self.starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """The tokens start to start + count, (count,), in the integer type of their files."""
-        parts, k = [], int(np.searchsorted(self.starts_array, start, side="right")) - 1
+        found, k = [], bisect.bisect_right(self.starts, start) - 1
         while count:
-            path, dtype, offset, length = self.files[k]
+            path, dtype, offset, length = self.parts[k]
             first = start - self.starts[k]
             take = min(count, length - first)
-            parts.append(np.fromfile(path, dtype, take,
-                                     offset=offset + first * np.dtype(dtype).itemsize))
-            if len(parts[-1]) != take:
+            offset += first * np.dtype(dtype).itemsize
+            found.append(np.fromfile(path, dtype, take, offset=offset))
+            if len(found[-1]) != take:
                 raise OSError(f"{path} has become shorter since the run began")
             start, count, k = start + take, count - take, k + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.concatenate(found)
 
 
 class Synthetic:
-    """Endless arithmetic sequences, 64 tokens each:
-    start and stride are random, so only context predicts them."""
+    """Endless arithmetic sequences of 64 tokens. Start and stride of each are random, so only the
+    context predicts the next token."""
     paths, digest, summary, bytes_per_token = (), "synthetic", "endless", None
 
     def __init__(self, vocab_size):
@@ -172,34 +172,35 @@ class Synthetic:
         position = np.arange(start, start + count, dtype=np.uint64)
         h = (position // 64 + 1) * np.uint64(0x9E3779B97F4A7C15)
         h = (h ^ h >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
-        return ((h >> np.uint64(32))
-                + position % 64 * (h >> np.uint64(40) & np.uint64(7))) % self.vocab_size
+        first, stride = h >> np.uint64(32), h >> np.uint64(40) & np.uint64(7)
+        return (first + position % 64 * stride) % self.vocab_size
 
 
 class Windows(Dataset):
     """Item i is a window of block_size tokens and its labels: {"input_ids": (T,), "labels": (T,)},
     both int64. It depends on (run.seed, node_id, i) alone.
 
-    Training: epoch after epoch, each in an order and with an offset of its own. Validation (count
-    given): the same `count` windows spread over all tokens. `fingerprint` goes into a checkpoint,
-    for data_change(). Raises ValueError when there are not enough tokens for one window, and
-    TrainingError at an item with a token outside the vocabulary.
+    Training: epoch after epoch, each in its own order and with its own offset. Validation (count
+    given): the same `count` windows, spread over all tokens of `span`. `fingerprint` goes into a
+    checkpoint, for data_change(). Raises ValueError if the tokens do not fill one window, and
+    TrainingError for an item with a token outside the vocabulary.
     """
 
-    def __init__(self, source, start: int, stop: int, config: dict, key: str, count: int = 0):
-        self.source, self.start, self.tokens, self.count = source, start, stop - start, count
+    def __init__(self, source, span: range, config: dict, count: int = 0):
+        self.source, self.start, self.tokens, self.count = source, span.start, len(span), count
         self.vocab_size = config["model"]["vocab_size"]
         self.block_size = config["model"]["block_size"]
         self.key = (config["run"]["seed"], config["distributed"]["node_id"])
         self.bytes_per_token = source.bytes_per_token
         self.windows = (self.tokens - 1) // self.block_size
-        self.fingerprint = {"tokens": len(source), "first": start, "windows": self.windows,
+        self.fingerprint = {"tokens": len(source), "first": span.start, "windows": self.windows,
                             "digest": source.digest}
         if self.windows < 1:
+            key = "val_path" if count and config["data"]["val_path"] else "path"
             raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} "
-                             f"tokens for {'validation' if count else 'training'} are no window of "
-                             f"model.block_size={self.block_size}; give more text, or a smaller "
-                             f"one")
+                             f"tokens for {'validation' if count else 'training'} do not fill one "
+                             f"window of model.block_size={self.block_size}; give more text, or a "
+                             f"smaller block size")
 
     def __len__(self):
         return self.count or self.windows
@@ -214,12 +215,12 @@ class Windows(Dataset):
             first = permute(i, self.windows, hash64(*self.key, epoch)) * self.block_size + shift
             first %= self.tokens - self.block_size
         # one token more: labels are the inputs, one further
-        tokens = self.source.read(self.start + first, self.block_size + 1)
-        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            strange = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise TrainingError(f"token {strange} in the data is outside "
-                                f"model.vocab_size={self.vocab_size}")
-        tokens = torch.from_numpy(tokens.astype(np.int64))
+        tokens = self.source.read(self.start + first, self.block_size + 1).astype(np.int64)
+        for token in (tokens.min(), tokens.max()):
+            if not 0 <= token < self.vocab_size:
+                raise TrainingError(f"token {token} in the data is outside "
+                                    f"model.vocab_size={self.vocab_size}")
+        tokens = torch.from_numpy(tokens)
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
@@ -260,9 +261,16 @@ SPLITS = {"train": "train", "training": "train", "validation": "validation", "te
           "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
 
 
+def kind_of(path: str) -> str:
+    """parquet, jsonl, csv, token, text or packed (text in a .gz), by the name."""
+    name = path.lower()
+    kind = KINDS.get(os.path.splitext(name.removesuffix(".gz"))[1], "text")
+    return "packed" if name.endswith(".gz") and kind not in ("jsonl", "csv") else kind
+
+
 def walk(folder: str, seen: set):
-    """Yield every file below a folder. Links are followed, but each real folder is read once, so
-    that loops end. Hidden files and Python's caches are left out."""
+    """Yield every file below a folder, but no hidden file and no Python cache. Links are followed.
+    Each real folder is read once, so that loops end."""
     real = os.path.realpath(folder)
     if real in seen:
         return
@@ -277,53 +285,67 @@ def walk(folder: str, seen: set):
             yield path
 
 
-def find_local(path: str) -> tuple[str, list[str]]:
-    """(folder, what is found in it) for a file, a folder or a glob. What is there is no glob."""
-    path = os.path.expanduser(path)
-    if os.path.isfile(path):
-        return os.path.dirname(path), [path]
-    if os.path.isdir(path):
-        return path, list(walk(path, set()))
-    # A glob, below the longest folder that is there as it is written ("texts [v2]/*.txt").
+def match(path: str) -> tuple[str, list[str]]:
+    """(folder, files in it) of a glob. The folder is the longest one that exists as written, so
+    "texts [v2]/*.txt" works."""
+    from fsspec.utils import glob_translate     # comes with torch
     root = Path(path)
     while not root.is_dir():
         root = root.parent
     pattern = Path(path).relative_to(root).as_posix()
     if "**" not in pattern.split("/"):
         return str(root), glob.glob(os.path.join(glob.escape(str(root)), pattern))
-    from fsspec.utils import glob_translate     # comes with torch
     # keep: not glob's own **, which never ends where two links lead up
     wanted = re.compile(glob_translate(pattern))
     return str(root), [f for f in walk(str(root), set())
                        if wanted.match(Path(f).relative_to(root).as_posix())]
 
 
+def find_local(path: str, own: list[str]) -> dict[str, str]:
+    """{name: path} for a file, a folder or a glob, without the folders `own`. They hold what the
+    run itself writes, so they count only if `path` leads into them."""
+    path = os.path.expanduser(path)
+    if os.path.isfile(path):
+        root, found = os.path.dirname(path), [path]
+    elif os.path.isdir(path):
+        root, found = path, walk(path, set())
+    else:
+        root, found = match(path)
+    top = Path(os.path.realpath(root))
+    own = {Path(os.path.realpath(f)) for f in own} - {top, *top.parents}
+    once = {}       # by real path: a link to a file that is there anyway adds nothing
+    for f in sorted(filter(os.path.isfile, found)):
+        real = os.path.realpath(f)
+        if not own.intersection(Path(real).parents):
+            once.setdefault(real, f)
+    files = {Path(os.path.relpath(f, root or ".")).as_posix(): f for f in once.values()}
+    return dict(sorted(files.items()))
+
+
 def split_of(name: str) -> str:
     """The split in a path such as data/train-00000-of-00002.parquet, or ""."""
-    found = [SPLITS[word] for word in re.findall("[a-z]+", name.lower()) if word in SPLITS]
-    return found[0] if found else ""
+    words = re.findall("[a-z]+", name.lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), "")
 
 
 def choose(names: list[str], wanted: tuple) -> list[str]:
     """The data files of a dataset repo, of the first split in `wanted` that it has.
-    Raises ValueError if it has others only, or several configurations."""
+    Raises ValueError if it has only others, or has this one in several folders."""
     found = [name for name in names if DATA_FILE.search(name) and not NOT_DATA.search(name)]
-    splits = sorted({split_of(name) for name in found} - {""})
-    if splits and not set(wanted) & set(splits):
-        raise ValueError(f"there is no {wanted[0]} split, only {', '.join(splits)}: "
-                         f"add the file you want to the path")
+    splits = {split_of(name) for name in found} - {""}
     split = next((s for s in wanted if s in splits), "")
+    if splits and not split:
+        raise ValueError(f"there is no {wanted[0]} split, only {', '.join(sorted(splits))}: "
+                         f"add the file you want to the path")
     found = [name for name in found if split_of(name) == split]
     # The same rows may be there in several kinds of files: only one is read.
     kind = min(map(kind_of, found), key=ORDER.index, default="")
     found = [name for name in found if kind_of(name) == kind]
-    # Folders that each have the split are configurations (en/train.jsonl, de/train.jsonl).
-    folders = {name: "/".join(f for f in name.split("/")[:-1] if not split_of(f)) for name in found}
-    configs = sorted(set(folders.values()))
-    if splits and len(configs) > 1 and "default" not in configs:
-        raise ValueError(f"there are {len(configs)} configurations ({', '.join(configs)[:200]}): "
+    folders = sorted({os.path.dirname(name) for name in found})
+    if split and len(folders) > 1:      # such as en/train.jsonl and de/train.jsonl
+        raise ValueError(f"there are {len(folders)} configurations ({', '.join(folders)[:200]}): "
                          f"add one to the path, or a glob")
-    return [name for name in found if "default" not in configs or folders[name] == "default"]
+    return found
 
 
 def find_on_hub(path: str, key: str) -> dict[str, str]:
@@ -348,56 +370,41 @@ def find_on_hub(path: str, key: str) -> dict[str, str]:
         raise kind(f"data.{key}={path} cannot be read: {one_line(e)[:300]}") from e
 
 
+def find_stdlib() -> dict[str, str]:
+    """{name: path} of Python's own library. It is shuffled by name, so that the last tenth, which
+    is held out, is like the rest."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+    names = [f.relative_to(root) for f in root.rglob("*.py")]
+    names = [name.as_posix() for name in names if not skip.intersection(name.parts)]
+    return {name: str(root / name) for name in sorted(names, key=hash64)}
+
+
 def find_files(config: dict, key: str) -> dict[str, str]:
     """{name: path} of the files behind data.path or data.val_path (`key`), in an order that does
     not depend on the machine. A name is the path within the folder. Raises OSError, ValueError."""
     path, run = config["data"][key], config["run"]
     if path == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-        files = {f.relative_to(root).as_posix(): str(f) for f in root.rglob("*.py")
-                 if not skip & set(f.relative_to(root).parts)}
-        # shuffled by name: the last tenth, which is held out, is then like the rest
-        return {name: files[name] for name in sorted(files, key=hash64)}
+        return find_stdlib()
     if path.startswith("hf://"):
         files = find_on_hub(path, key)
     else:
-        root, found = find_local(path)
-        # What a run writes is no data, unless data.path leads into it.
-        top = Path(os.path.realpath(root))
         own = [run["output_dir"], run.get("export"), config["distributed"].get("hub")]
-        own = {Path(os.path.realpath(f.removeprefix("file://"))) for f in own if f}
-        own -= {top, *top.parents}
-        once = {}       # by real path: a link to a file that is there anyway adds nothing
-        for f in sorted(filter(os.path.isfile, found)):
-            real = os.path.realpath(f)
-            if not own.intersection(Path(real).parents):
-                once.setdefault(real, f)
-        files = {Path(os.path.relpath(f, root or ".")).as_posix(): f for f in once.values()}
-        files = dict(sorted(files.items()))
+        files = find_local(path, [f.removeprefix("file://") for f in own if f])
     if not files:
         raise FileNotFoundError(f"data.{key}={path}: nothing there; "
                                 f"give a file, a folder, a glob, stdlib or synthetic")
     return files
 
 
-def kind_of(path: str) -> str:
-    """parquet, jsonl, csv, token, text or packed (text in a .gz), by the name."""
-    name = path.lower()
-    kind = KINDS.get(os.path.splitext(name.removesuffix(".gz"))[1], "text")
-    if name.endswith(".gz") and kind not in ("jsonl", "csv"):
-        return "packed"
-    return kind
-
-
 def open_bytes(path: str):
     """A file open for reading bytes, unpacked if it is a .gz.
     Raises ValueError if its first bytes say that it is no text."""
     f = gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
-    what = next((MAGIC[m] for m in MAGIC if re.match(m, f.peek(16), re.S)), None)
-    if what:
-        f.close()
-        raise ValueError(f"this is {what}; {WANTED}")
+    for magic, what in MAGIC.items():
+        if re.match(magic, f.peek(16), re.S):
+            f.close()
+            raise ValueError(f"this is {what}; {WANTED}")
     return f
 
 
@@ -411,22 +418,20 @@ def read_text(path: str):
                 raise ValueError(f"byte {done + block.index(0):,} is zero: not text; {WANTED}")
             done += len(block)
             try:
-                text = decoder.decode(block, final=not block)
+                yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:     # e.object: what was left before, and the block
                 at = done - len(e.object) + e.start
                 raise ValueError(f"not UTF-8 text at byte {at:,}: {e.reason}; {WANTED}") from None
-            yield text
 
 
 def read_json(path: str, column: str):
-    """Yield the row in each line of a file, and for an empty line one without a text."""
+    """Yield the row in each line of a file. An empty line is a row without a text."""
     with open_bytes(path) as f:
         for line in f:
             try:
-                row = json.loads(line.decode("utf-8-sig")) if line.strip() else {column: None}
+                yield json.loads(line.decode("utf-8-sig")) if line.strip() else {column: None}
             except (ValueError, RecursionError):
-                row = None
-            yield row
+                yield None      # row_text() refuses it
 
 
 def read_parquet(path: str, column: str):
@@ -466,8 +471,7 @@ def documents(path: str, column: str):
         if kind == "csv":
             raise ValueError('convert it to .jsonl, one {"text": ...} a line')
         if kind in ("text", "packed"):
-            for text in read_text(path):
-                yield text, False
+            yield from ((text, False) for text in read_text(path))
             yield "", True
             return
         place = f"{path}, row 1"
@@ -521,8 +525,8 @@ BESIDE = ["special_tokens_map.json", "tokenizer_config.json", "added_tokens.json
 
 
 def read_tokenizer(name: str) -> dict[str, bytes]:
-    """{name: content} of the tokenizer.json of a data.tokenizer, and of what belongs to it and is
-    there. Raises OSError, in one line, if there is none."""
+    """{name: content} of the tokenizer.json of a data.tokenizer, and of those BESIDE it.
+    Raises OSError, in one line, if there is none."""
     path = Path(name).expanduser()
     if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         from huggingface_hub import snapshot_download
@@ -543,42 +547,38 @@ def read_tokenizer(name: str) -> dict[str, bytes]:
 class Text:
     """Text as token ids and back: by data.tokenizer, or as bytes if it is "".
     Raises ValueError or OSError, in one line, for a tokenizer that cannot be used."""
-    tokenizer, size = None, 256     # of the package tokenizers, and its largest id + 1
+    tokenizer, size, eos = None, 256, None  # of the package tokenizers; largest id + 1; end of text
 
     def __init__(self, config: dict):
-        self.files, self.ids = {}, {}   # its files, and ids such as {"eos_token_id": 0}
-        if config["data"]["tokenizer"]:
-            self.load(config["data"]["tokenizer"])
-        self.eos = self.ids.get("eos_token_id")     # ends a text
+        self.files, self.special = {}, {}   # its files, and {"eos_token": "</s>"} and the like
+        if name := config["data"]["tokenizer"]:
+            self.files = read_tokenizer(name)
+            try:
+                self.load()
+            except ImportError:
+                raise ValueError(f"data.tokenizer={name} needs: pip install tokenizers") from None
+            except Exception as e:  # tokenizers has many ways to fail
+                raise ValueError(f"data.tokenizer={name} cannot be used: "
+                                 f"{one_line(e)[:200]}") from None
 
-    def load(self, name: str):
+    def load(self):
         # else it warns when a DataLoader forks, which is harmless: those processes only read
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        try:
-            from tokenizers import Tokenizer    # only here: bytes need no package
-        except ImportError:
-            raise ValueError(f"data.tokenizer={name} needs: pip install tokenizers") from None
-        self.files = read_tokenizer(name)
-        try:
-            self.tokenizer = Tokenizer.from_buffer(self.files["tokenizer.json"])
-            self.tokenizer.no_truncation()
-            self.tokenizer.no_padding()
-            vocab = self.tokenizer.get_vocab()
-            self.size = 1 + max(vocab.values())
-            self.find_special_tokens(vocab)
-        except Exception as e:  # tokenizers has many ways to fail
-            raise ValueError(f"data.tokenizer={name} cannot be used: {one_line(e)[:200]}") from None
-
-    def find_special_tokens(self, vocab: dict):
-        """Those that the files name, as far as the tokenizer has them. The end of a text is also
-        found by its usual names."""
+        from tokenizers import Tokenizer    # only here: bytes need no package
+        self.tokenizer = Tokenizer.from_buffer(self.files["tokenizer.json"])
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        vocab = self.tokenizer.get_vocab()
+        self.size = 1 + max(vocab.values())
+        # The end of a text goes by its usual names, or by what the files say: the last one counts.
         named = [("eos_token", name) for name in reversed(SEPARATORS)]
         for file in BESIDE[:2]:
             named += json.loads(self.files.get(file, b"{}")).items()
-        for kind, token in named:       # what comes later counts more
+        for kind, token in named:
             name = token.get("content") if isinstance(token, dict) else token
             if kind in SPECIAL and isinstance(name, str) and name in vocab:
-                self.ids[f"{kind}_id"] = vocab[name]
+                self.special[kind] = name
+        self.eos = vocab.get(self.special.get("eos_token"))
 
     def encode(self, text: str) -> list[int]:
         """With the token that starts a text, if the tokenizer puts one there."""
@@ -586,8 +586,9 @@ class Text:
 
     def decode(self, ids: list[int]) -> str:
         """Ids that only pad the vocabulary have no text."""
-        return (self.tokenizer.decode(ids, skip_special_tokens=False) if self.tokenizer
-                else bytes(i for i in ids if i < 256).decode(errors="replace"))
+        if self.tokenizer:
+            return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
 def cut(text: str) -> int:
@@ -649,9 +650,10 @@ def encode_batch(batch: list, text: Text):
         whole = encode([lead + piece for lead, piece, _ in batch])
         for (lead, piece, end), ids in zip(batch, whole):
             head = heads[lead]
-            if ids[:len(head)] != head:     # one token holds the lead and some of the text
-                ids, head = encode([piece])[0], []
-            ids = ids[len(head):]
+            if ids[:len(head)] == head:
+                ids = ids[len(head):]
+            else:   # one token holds the lead and some of the text
+                ids = encode([piece])[0]
             if end and text.eos is not None and ids[-1:] != [text.eos]:
                 ids.append(text.eos)
             yield ids, len(piece.encode()), end
@@ -666,7 +668,7 @@ def write_tokens(f, files: list[str], column: str, text: Text):
     blocks = itertools.chain.from_iterable(documents(name, column) for name in files)
     dtype = "|u1" if not text.tokenizer else "<u2" if text.size <= 1 << 16 else "<u4"
     count, about, total = 0, {"documents": 0, "bytes": 0}, sum(map(os.path.getsize, files))
-    f.seek(HEADER)          # room for the header, which holds the count
+    f.seek(HEADER)          # the header holds the count, so it comes last
     with tqdm(desc="tokens", total=total, unit="B", unit_scale=True, disable=None) as bar:
         for ids, size, end in encode_blocks(blocks, text):
             f.write(np.asarray(ids, dtype).tobytes())
@@ -687,7 +689,8 @@ def make_token_file(files: list[str], config: dict, text: Text) -> tuple:
     Raises OSError, TrainingError or ValueError."""
     folder, column = Path(config["run"]["output_dir"], "tokens"), config["data"]["text_column"]
     stats = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
-    path = folder / f"{hash64(stats, column, text.files.get('tokenizer.json'), text.ids):016x}.npy"
+    key = hash64(stats, column, text.files.get("tokenizer.json"), text.special)
+    path = folder / f"{key:016x}.npy"
     if path.exists():
         say(f"tokens   {path} from before")
     else:
@@ -718,38 +721,35 @@ def open_tokens(config: dict, key: str, text: Text, without=()):
     out = {os.path.realpath(f) for f in without}
     files = {name: f for name, f in find_files(config, key).items()
              if os.path.getsize(f) and os.path.realpath(f) not in out}
-    kinds = {f: kind_of(f) for f in files.values()}
+    of_kind = {kind: [f for f in files.values() if kind_of(f) == kind] for kind in ORDER}
     # Plain text for a model of bytes is read where it is. All other text becomes a token file.
-    plain = [f for f in kinds if kinds[f] == "text" and not text.tokenizer]
-    made = [f for f in kinds if kinds[f] != "token" and (kinds[f] != "text" or text.tokenizer)]
+    plain = [] if text.tokenizer else of_kind["text"]
+    made = [f for f in files.values() if f not in {*plain, *of_kind["token"]}]
     parts, about = [], {"documents": 0, "bytes": 0}
     if made:
         part, about = make_token_file(made, config, text)
         parts.append(part)
-    if sum(map(os.path.getsize, plain)) > 1 << 30:
-        say("check    reading the text once, to see that all of it is UTF-8")
-    for f in plain if path != "stdlib" else ():     # all else trains as bytes just as well
-        for _ in documents(f, ""):
-            pass
-    parts += [(f, "|u1", 0, os.path.getsize(f)) for f in plain]
-    parts += [token_file(f, vocab_size) for f in kinds if kinds[f] == "token"]
-    tokens = Tokens(parts)
+    for f in plain:
+        if path != "stdlib":    # all else is read once, to see that it is text
+            for _ in documents(f, ""):
+                pass
+        parts.append((f, "|u1", 0, os.path.getsize(f)))
+    tokens = Tokens(parts + [token_file(f, vocab_size) for f in of_kind["token"]])
     if not len(tokens):
         raise ValueError(f"data.{key}={path} is empty"
                          + (", validation data left out" if without else ""))
-    tokens.paths = list(kinds)
+    tokens.paths = list(files.values())
     tokens.digest = f"{hash64([(name, os.path.getsize(f)) for name, f in files.items()]):016x}"
-    if "token" not in kinds.values():       # no numbers of unknown text among them
+    if not of_kind["token"]:    # nobody knows how many bytes those were
         tokens.bytes_per_token = about["bytes"] / len(tokens) if text.tokenizer else 1
-    tokens.summary = describe(tokens, about["documents"] + len(plain))
+    counts = [f"{len(of_kind[kind]):,} {kind}" for kind in sorted(of_kind) if of_kind[kind]]
+    tokens.summary = describe(tokens, ", ".join(counts), about["documents"] + len(plain))
     return tokens
 
 
-def describe(tokens: Tokens, documents: int) -> str:
-    """The files of a source for the data line, and how much is in them."""
-    kinds = [kind_of(f) for f in tokens.paths]
-    line = ", ".join(f"{kinds.count(kind):,} {kind}" for kind in sorted(set(kinds)))
-    line = f"files: {line} | " + (f"documents: {documents:,} | " if documents else "")
+def describe(tokens: Tokens, files: str, documents: int) -> str:
+    """What a source holds, for the data line."""
+    line = f"files: {files} | " + (f"documents: {documents:,} | " if documents else "")
     if tokens.bytes_per_token == 1:
         return f"{line}bytes: {len(tokens):,}"
     if tokens.bytes_per_token:
@@ -763,25 +763,26 @@ def build_data(config: dict) -> tuple[Dataset, Dataset]:
     Prints the data line. With a data.tokenizer model.vocab_size may grow: build the model after
     this. Raises OSError, ValueError or TrainingError, in one line."""
     fill_defaults(config)
-    c, run, model, text = config["data"], config["run"], config["model"], Text(config)
+    c, model, text = config["data"], config["model"], Text(config)
     if text.tokenizer and text.size > model["vocab_size"]:
-        if model["init_from"] or run["resume"]:
+        if model["init_from"] or config["run"]["resume"]:
             raise ValueError(
                 f"data.tokenizer={c['tokenizer']} has {text.size:,} tokens, but the model's "
                 f"embedding holds {model['vocab_size']:,}: take the tokenizer that it was trained "
                 f"with, or start a new model")
         model["vocab_size"] = text.size
-    key = "val_path" if c["val_path"] else "path"
-    val = source = open_tokens(config, key, text)
-    end = first = len(val) - len(val) // 10
-    held_out = "the last tenth is held out"
     if c["val_path"]:
+        val = open_tokens(config, "val_path", text)
         source = open_tokens(config, "path", text, val.paths)
         end, first, held_out = len(source), 0, f"validation: {c['val_path']} | {val.summary}"
+    else:
+        val = source = open_tokens(config, "path", text)
+        end = first = len(val) - len(val) // 10
+        held_out = "the last tenth is held out"
     say(f"data     {c['path']} | {source.summary} | {held_out}")
-    count = run["eval_batches"] * c["micro_batch_size"]
-    return (Windows(source, 0, end, config, "path"),
-            Windows(val, first, len(val), config, key, count))
+    count = config["run"]["eval_batches"] * c["micro_batch_size"]
+    return (Windows(source, range(end), config),
+            Windows(val, range(first, len(val)), config, count))
 
 
 def byte_tokenizer() -> bytes:
@@ -798,23 +799,19 @@ def byte_tokenizer() -> bytes:
         "model": {"type": "BPE", "merges": [], "vocab": vocab}}).encode()
 
 
-def pad_token(text: Text) -> tuple[str, int] | None:
-    """(text, id) of the token that fills up a batch: the tokenizer's own, else the end of a text,
-    else the unknown token, else byte 0, which is in no text and gets its name in tokenizer.json."""
-    for kind in ("pad_token_id", "eos_token_id", "unk_token_id"):
-        if kind in text.ids:
-            return text.tokenizer.id_to_token(text.ids[kind]), text.ids[kind]
-    settings = json.loads(text.files["tokenizer.json"])
+def name_byte_zero(content: bytes) -> tuple[bytes, int | None]:
+    """A byte-level tokenizer.json with a padding token, and its id: byte 0, which is in no text.
+    Any other tokenizer.json as it is, and None."""
+    settings = json.loads(content)
     vocab, zero = settings["model"]["vocab"], "\u0100"      # what byte-level BPE calls byte 0
-    if b'"ByteLevel"' not in text.files["tokenizer.json"] or zero not in vocab:
-        return None
+    if b'"ByteLevel"' not in content or zero not in vocab:
+        return content, None
     # keep: a second name for that token. With its first one the letter \u0100 would be padding
     vocab["\0"] = vocab[zero]
-    settings["added_tokens"].append(dict.fromkeys(
-        ("single_word", "lstrip", "rstrip", "normalized"), False)
-        | {"id": vocab[zero], "content": "\0", "special": True})
-    text.files["tokenizer.json"] = json.dumps(settings).encode()
-    return "\0", vocab[zero]
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    settings["added_tokens"].append(
+        {**plain, "id": vocab[zero], "content": "\0", "special": True})
+    return json.dumps(settings).encode(), vocab[zero]
 
 
 def tokenizer_files(config: dict) -> tuple[dict, dict]:
@@ -825,21 +822,24 @@ def tokenizer_files(config: dict) -> tuple[dict, dict]:
     text = Text(config)
     if not text.tokenizer and config["model"]["vocab_size"] != 256:
         return {}, {}
-    text.files.setdefault("tokenizer.json", byte_tokenizer())
+    files, names = {"tokenizer.json": byte_tokenizer(), **text.files}, dict(text.special)
+    ids = {f"{kind}_id": text.tokenizer.token_to_id(name) for kind, name in names.items()}
+    fill = next((k for k in ("pad_token", "eos_token", "unk_token") if k in names), None)
+    if fill:
+        names["pad_token"], ids["pad_token_id"] = names[fill], ids[f"{fill}_id"]
+    else:
+        files["tokenizer.json"], zero = name_byte_zero(files["tokenizer.json"])
+        if zero is not None:
+            names["pad_token"], ids["pad_token_id"] = "\0", zero
+    ids.pop("unk_token_id", None)
+    # What the tokenizer's own file says stays.
+    given = json.loads(files.get("tokenizer_config.json", b"{}"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left",
                 "clean_up_tokenization_spaces": False,
-                "model_max_length": config["model"]["block_size"]}
-    for kind, i in text.ids.items():
-        settings[kind.removesuffix("_id")] = text.tokenizer.id_to_token(i)
-    if pad := pad_token(text):
-        settings["pad_token"], text.ids["pad_token_id"] = pad
-    # What the tokenizer's own file says stays.
-    given = json.loads(text.files.get("tokenizer_config.json", b"{}"))
-    settings.update((key, value) for key, value in given.items() if value is not None)
-    text.files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
-    text.ids.pop("unk_token_id", None)
-    return text.files, text.ids
-
+                "model_max_length": config["model"]["block_size"], **names,
+                **{key: value for key, value in given.items() if value is not None}}
+    files["tokenizer_config.json"] = json.dumps(settings, indent=2).encode()
+    return files, ids
 
 # ---- batches: whatever a dataset or a loader gives, as tensors
 
@@ -851,8 +851,7 @@ def as_tensor(value) -> torch.Tensor | None:
             value = torch.from_numpy(np.array(value))
         except (TypeError, ValueError):     # text, None, rows of unequal length
             return None
-    whole = not value.is_floating_point() and value.dtype != torch.bool
-    return value.long() if whole else value
+    return value if value.is_floating_point() or value.dtype == torch.bool else value.long()
 
 
 def named(item) -> dict:
@@ -868,11 +867,15 @@ def named(item) -> dict:
     return dict(item)
 
 
+def tensors(item) -> dict:
+    """The tensors in an item or a batch."""
+    return {k: t for k, v in named(item).items() if (t := as_tensor(v)) is not None}
+
+
 def collate(items: list) -> dict:
     """One batch of many items. Rows of unequal length are padded on the right: there
     attention_mask is 0, and labels do not count."""
-    rows = [{k: t for k, v in named(item).items() if (t := as_tensor(v)) is not None}
-            for item in items]
+    rows = [tensors(item) for item in items]
     if len({len(row.get("input_ids", ())) for row in rows}) > 1:
         for row in rows:
             row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
@@ -891,7 +894,7 @@ def tensors_of(batch) -> dict:
                  if isinstance(v, (list, tuple)) and isinstance(v[0], torch.Tensor)}
     elif isinstance(ids, (list, tuple)) and not isinstance(ids[0], int):
         batch = collate([dict(zip(batch, row)) for row in zip(*batch.values())])
-    batch = {k: t for k, v in batch.items() if (t := as_tensor(v)) is not None}
+    batch = tensors(batch)
     ids = batch.get("input_ids", torch.empty(0))
     if ids.dtype != torch.int64 or ids.dim() not in (1, 2):
         raise TrainingError(f"input_ids must be token ids (B, T), not {ids.dtype} of shape "
@@ -919,7 +922,9 @@ def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
     padding = torch.zeros_like(ids, dtype=torch.bool)
     if mask is not None and mask.shape == ids.shape:
         padding = mask == 0
-    counts = ~padding & (labels >= 0) & ((labels != ignore) if "labels" in batch else True)
+    counts = ~padding & (labels >= 0)
+    if "labels" in batch:
+        counts &= labels != ignore
     labels = labels.masked_fill(~counts, IGNORE)
     differ = bool(((labels != ids) & counts).any())
     if differ and memory is not None:
@@ -931,8 +936,7 @@ def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
 
 @contextlib.contextmanager
 def seeded(*parts):
-    """Random numbers as a function of `parts` in here, and as if nothing had been drawn after
-    it."""
+    """Random numbers as a function of `parts` in here, and afterwards as if none had been drawn."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.manual_seed(hash64(*parts) >> 1)
     np.random.seed(hash64(*parts) & 0xFFFFFFFF)
@@ -961,40 +965,34 @@ class Shuffled(Dataset):
 def worker_init(_):
     # A signal to the whole group is for the training process, which finishes its step and ends its
     # workers; one that is stuck ends itself.
-    for name in ("SIGINT", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if hasattr(signal, "alarm"):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.name == "posix":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(30))
 
 
-def arrays(value):
-    """A batch with arrays in place of tensors."""
-    if isinstance(value, Mapping):
-        return {k: arrays(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [arrays(v) for v in value]
-    return value.numpy() if isinstance(value, torch.Tensor) else value
-
-
-def collate_arrays(collate_fn, items):
+def collate_bytes(collate_fn, items) -> bytes:
     # keep: tensors would leave a data process by /dev/shm, and torch waits for ever if that is full
-    return arrays(collate_fn(items))
+    return pickle.dumps(collate_fn(items))
+
+
+def unpack(batch):
+    return pickle.loads(batch) if isinstance(batch, bytes) else batch
 
 
 def start(loader):
-    """iter(loader), with data processes that leave signals and /dev/shm alone. When one dies torch
-    raises in the middle of whatever runs then. A step must not be torn, so that handler goes: the
-    next fetch tells."""
+    """iter(loader), with data processes that leave signals and /dev/shm alone."""
     if not getattr(loader, "num_workers", 0):
         return iter(loader)
-    main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
+    # keep: when a data process dies torch raises in the middle of whatever runs then. A step must
+    # not be torn, so that handler goes: the next fetch tells.
+    main = threading.current_thread() is threading.main_thread() and os.name == "posix"
     handler = signal.getsignal(signal.SIGCHLD) if main else None
     collate_fn, init = loader.collate_fn, loader.worker_init_fn
-    loader.collate_fn = functools.partial(collate_arrays, collate_fn)
+    loader.collate_fn = functools.partial(collate_bytes, collate_fn)
     loader.worker_init_fn = init or worker_init
     try:
-        return iter(loader)
+        return map(unpack, iter(loader))
     finally:
         loader.collate_fn, loader.worker_init_fn = collate_fn, init
         if main:
@@ -1006,9 +1004,9 @@ def is_map_style(data) -> bool:
 
 
 def replay(loader, config: dict, position: int, ignore: int):
-    """The batches of somebody else's loader, epoch after epoch, from a position on. What it draws
-    at random is seeded batch by batch, so it draws the same again and the model's dropout never
-    notices."""
+    """The batches of somebody else's loader, epoch after epoch, from sample `position` on. What it
+    draws at random is seeded batch by batch, so it draws the same again and the model's dropout
+    never notices."""
     key, skip = (config["run"]["seed"], config["distributed"]["node_id"]), position
     memory = set()
     for epoch in itertools.count():
@@ -1041,19 +1039,14 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
                             f"of them")
     if not isinstance(data, Windows):
         data = Shuffled(data, config)
-    c = config["data"]
-    workers = dict(prefetch_factor=c["prefetch_factor"], persistent_workers=True)
-    iterator = start(DataLoader(
+    c, memory = config["data"], set()
+    workers = c["num_workers"]
+    loader = DataLoader(
         data, c["micro_batch_size"], sampler=itertools.count(position), collate_fn=collate,
-        num_workers=c["num_workers"], **(workers if c["num_workers"] else {}),
-        generator=torch.Generator()))  # keep: its own, or each start would move the dropout masks
-    memory = set()
-    try:
-        for batch in iterator:
-            yield as_batch(batch, ignore, memory)
-    finally:
-        if c["num_workers"]:
-            iterator._shutdown_workers()    # now, not when the interpreter ends and signals them
+        num_workers=workers, prefetch_factor=c["prefetch_factor"] if workers else None,
+        generator=torch.Generator())  # keep: its own, or each start would move the dropout masks
+    for batch in start(loader):
+        yield as_batch(batch, ignore, memory)
 
 # ---- device, precision, optimizer, learning rate
 
