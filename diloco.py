@@ -39,7 +39,6 @@ import functools
 import hashlib
 import importlib
 import io
-import itertools
 import json
 import math
 import os
@@ -130,7 +129,10 @@ def complete(settings: dict | None) -> dict:
             raise ValueError(f"distributed.{key} is not a setting; the nearest is {near}")
     settings = {**DEFAULTS, **settings}
     for key, value in settings.items():
-        check_setting(key, value, DEFAULTS[key])
+        check_value(f"distributed.{key}", value, type(DEFAULTS[key]))
+        least = 1 if key in ("inner_steps", "max_pending", "keyframe_every") else 0
+        if not isinstance(value, str) and value < least:
+            raise ValueError(f"distributed.{key}={value}: must be at least {least}")
     if settings["codec"] not in CODECS:
         raise ValueError(f"distributed.codec={settings['codec']}: wants one of {', '.join(CODECS)}")
     if settings["outer_lr"] == 0:
@@ -139,15 +141,6 @@ def complete(settings: dict | None) -> dict:
         raise ValueError(f"distributed.outer_momentum={settings['outer_momentum']}: "
                          f"must be below 1")
     return settings
-
-
-def check_setting(key: str, value, default):
-    kinds = (int, float) if isinstance(default, float) else type(default)
-    if not isinstance(value, kinds):
-        raise ValueError(f"distributed.{key}={value!r}: wants a {type(default).__name__}")
-    least = 1 if key in ("inner_steps", "max_pending", "keyframe_every") else 0
-    if isinstance(default, (int, float)) and not least <= value < math.inf:
-        raise ValueError(f"distributed.{key}={value}: must be a number, at least {least}")
 
 
 def write_line(line: str):
@@ -398,12 +391,12 @@ class Patient:
 
 def check_value(name: str, value, kind):
     """Raises ValueError for a value that is not of this type, or a number out of all bounds."""
-    kinds = {float: (int, float), float | None: (int, float, type(None))}.get(kind, kind)
+    kinds = (int, float) if kind is float else kind
     right = isinstance(value, kinds) and isinstance(value, bool) == (kind is bool)
     if isinstance(value, (int, float)):
         right = right and abs(value) < 10 ** 15 and not (kind is int and value < 0)
     if not right:
-        raise ValueError(f"{name} is {str(value)[:40]}")
+        raise ValueError(f"{name}={str(value)[:40]!r}: wants a plausible {kind.__name__}")
 
 
 def read_record(kind, values: dict):
@@ -414,8 +407,9 @@ def read_record(kind, values: dict):
     known = {}
     for item in dataclasses.fields(kind):
         if item.name in values:
-            check_value(item.name, values[item.name], item.type)
             known[item.name] = values[item.name]
+            if values[item.name] is not None or item.default is not None:
+                check_value(item.name, values[item.name], item.type)
     try:
         return kind(**known)
     except TypeError as e:      # it names what is missing
@@ -830,11 +824,6 @@ class FolderTransport:
         """A folder keeps no history."""
 
 
-def commit_of(version: str | None) -> str | None:
-    """The commit that a HubTransport's version names."""
-    return version and version.partition("~")[0]
-
-
 def object_name(path: str, digest: str) -> str:
     """The name of a file in a bucket. It holds the hash, and so it is never overwritten: what a
     killed master or the second of two masters has left there is not taken for anything else."""
@@ -886,7 +875,6 @@ class HubTransport:
         self.named = set()              # the objects that the state names
         self.seen = {}                  # {object: its path}, as listed last
         self.spoilt = Counter()         # how often a file has arrived damaged
-        self.looks = itertools.count()
         hub.set_client_factory(self.client)
         hub.utils.disable_progress_bars()
         hub.utils.logging.set_verbosity_error()     # what goes wrong is told here, once
@@ -905,6 +893,9 @@ class HubTransport:
             self.bucket = ""
             if bucket:
                 self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
+        elif bucket not in ("auto", self.bucket):
+            write_line(f"notice   --bucket={bucket} counts for a new swarm only: this one keeps "
+                       f"{self.bucket or 'all in the repository'}")
 
     def begin_bucket(self, name: str):
         """Use a bucket for a new swarm. Where there can be none, the repository alone will do."""
@@ -1036,14 +1027,8 @@ class HubTransport:
             self.read(STEP)
         return bool(self.bucket and IN_BUCKET.match(path))
 
-    def head(self):
-        version, tag = self.repo_head()
-        if self.bucket:     # a new delta moves no commit: so each look is a version of its own
-            version += f"~{next(self.looks)}"
-        return version, tag
-
     def read(self, path: str, version=None):
-        version, content = self.repo_read(path, commit_of(version))
+        version, content = self.repo_read(path, version)
         if path == STEP and content:
             self.learn(content)
         return version, content
@@ -1067,7 +1052,7 @@ class HubTransport:
             if self.holds(path):
                 file = self.bucket_get(path, tag, Path(fresh))
             else:
-                file = self.repo_get(path, commit_of(version), fresh)
+                file = self.repo_get(path, version, fresh)
             if tag and not matches_hash(file, tag):
                 self.spoilt[path, tag] += 1
                 if path.startswith("nodes/") and self.spoilt[path, tag] > 2:
@@ -1077,7 +1062,7 @@ class HubTransport:
             os.replace(file, to)
 
     def list(self, prefix: str, version=None):
-        found = [] if self.holds(prefix) else self.repo_list(prefix, commit_of(version))
+        found = [] if self.holds(prefix) else self.repo_list(prefix, version)
         return found + self.bucket_list(prefix) if self.bucket else found
 
     def commit(self, add: dict, delete=(), expect=None, message="update") -> str:
@@ -1087,7 +1072,7 @@ class HubTransport:
         deletions = [path for path in delete if not self.holds(path)]
         version = expect or ""
         if files or deletions:
-            version = self.repo_commit(files, deletions, commit_of(expect), message)
+            version = self.repo_commit(files, deletions, expect, message)
         if STEP in add:
             self.is_master = True
             self.learn(add[STEP])
@@ -1154,7 +1139,7 @@ class HubTransport:
 
     # in the repository
 
-    def repo_head(self):
+    def head(self):
         """One HEAD: on main, the answer for any path names the newest commit."""
         try:
             with self.errors():
@@ -1175,7 +1160,7 @@ class HubTransport:
                 answer = get_session().get(url, headers=build_hf_headers())
                 hf_raise_for_status(answer)
         except FileNotFoundError:
-            version = version or self.repo_head()[0]
+            version = version or self.head()[0]
             if any(path == there for there, _, _ in self.repo_list(os.path.dirname(path), version)):
                 raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
             return version, None
@@ -1315,7 +1300,7 @@ class NodeState:
     lost: int = 0               # steps that never came, or were refused
     gaps: list = field(default_factory=list)    # [after, up to]: lost, may come again
     tokens: int = 0             # merged
-    loss: float | None = None   # training loss of its newest delta
+    loss: float = None          # training loss of its newest delta
     norm: float = 0.0           # of its newest delta, after scaling
     outer_step: int = 0         # the last round it contributed to
     base_outer_step: int = 0    # the global model its newest delta started from
@@ -2121,7 +2106,8 @@ class MasterOuterLoop:
             version, tag = self.transport.head()
             if not matches_hash(self.content, tag):
                 self.repair(version)
-            if version != self.listed:
+            # a delta that comes to a bucket makes no version
+            if version != self.listed or self.state.bucket:
                 self.listing = sorted(self.transport.list("nodes/", version))
                 self.version = self.listed = version
         self.patiently(look)
