@@ -174,7 +174,7 @@ OWN = dict(
     data=("num_workers", "prefetch_factor", "pin_memory"),
     checkpoint=tuple(base["checkpoint"]),
     logging=tuple(base["logging"]),
-    distributed=("node_id", "hub", "private", "license", "max_outer_steps", "status"),
+    distributed=("node_id", "hub", "bucket", "private", "license", "max_outer_steps", "status"),
 )
 SHARED = [(section, key) for section in base for key in base[section]
           if key not in OWN.get(section, ())]
