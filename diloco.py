@@ -968,21 +968,17 @@ class HubTransport:
         words = " ".join((getattr(e, "server_message", None) or str(e)).split())
         words = re.split(r" for url| \(Request ID| For more", words)[0]
         # hf_xet tells a status in words only
-        by_words = re.search(r"\b(401|403|404)\b", words) if response is None else None
+        by_words = re.search(r"\b(401|403|404(?= Not Found))\b", words) if response is None else None
         status = int(by_words[0]) if by_words else getattr(response, "status_code", 0)
         kind = type(e).__name__ if response is None else status
         told = f"{self.repo}: {kind} {words[:160]}".rstrip(".")
         if isinstance(e, errors.OfflineModeIsEnabled):
             return Refused(f"{self.repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset "
                            f"it, or use a folder (--hub=./runs/hub)")
-        # an upload to a bucket that is not there, or not for this token, is a 404 in words
-        if (isinstance(e, getattr(errors, "BucketNotFoundError", ()))
-                or by_words and status == 404 and self.bucket):
-            return self.no_bucket()
-        if isinstance(e, getattr(errors, "BucketBatchError", ())):
-            return Unavailable(f"{self.bucket}: not all was done: {words[:160]}")
         if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
             return FileNotFoundError(told)
+        if self.bucket and status == 404 and (by_words or "/buckets/" in str(response.url)):
+            return self.no_bucket()
         # a quota speaks through the Hub's own 403, and through the LFS server's list of errors
         if (re.search(r"\b(storage|quota|limits?)\b", words, re.IGNORECASE)
                 and (status in (402, 403, 413) or isinstance(e, ValueError))):
@@ -993,9 +989,11 @@ class HubTransport:
             # keep: it took commits before, and too many pushes at once may get a 403, too
             self.denied += 1
             return Unavailable(told, 10.0 * self.denied)
-        gone = isinstance(e, errors.RepositoryNotFoundError)
-        if gone and not isinstance(e, errors.GatedRepoError):
+        if isinstance(e, errors.RepositoryNotFoundError) and not isinstance(
+                e, errors.GatedRepoError):
             return NoRepository(f"{told}; is HF_TOKEN set, and may it write?")
+        if hasattr(e, "failures"):      # of a bucket's batch: a part of it was not done
+            return Unavailable(told)
         if status in (401, 402, 403, 404, 413, 422):
             return Refused(f"{told}; is HF_TOKEN set, and may it write?")
         bad_value = isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError)
@@ -1046,20 +1044,21 @@ class HubTransport:
         self.bucket = bucket
 
     def fetch(self, path: str, version, to: Path, tag: str = ""):
+        in_bucket = self.holds(path)
         to.parent.mkdir(parents=True, exist_ok=True)
         # fresh: nothing stale, bounded disk
-        with tempfile.TemporaryDirectory(dir=to.parent) as fresh:
-            if self.holds(path):
-                file = self.bucket_get(path, tag, Path(fresh))
-            else:
-                file = self.repo_get(path, version, fresh)
-            if tag and not matches_hash(file, tag):
-                self.spoilt[path, tag] += 1
-                if path.startswith("nodes/") and self.spoilt[path, tag] > 2:
-                    raise ValueError("the content is not what its name says")
-                raise Unavailable(f"{self.repo}: {path} arrived damaged")
-            # keep: a new file, never new bytes in the old one, which tensors may be mapped from
-            os.replace(file, to)
+        with self.errors(), tempfile.TemporaryDirectory(dir=to.parent) as fresh:
+            get, at = (self.bucket_get, tag) if in_bucket else (self.repo_get, version)
+            file = get(path, at, fresh)
+            right = not tag or matches_hash(file, tag)
+            if right:
+                # keep: a new file, never new bytes in the old one, which may be mapped
+                os.replace(file, to)
+        if not right:
+            self.spoilt[path, tag] += 1
+            if path.startswith("nodes/") and self.spoilt[path, tag] > 2:
+                raise ValueError("the content is not what its name says")
+            raise Unavailable(f"{self.repo}: {path} arrived damaged")
 
     def list(self, prefix: str, version=None):
         found = [] if self.holds(prefix) else self.repo_list(prefix, version)
@@ -1099,19 +1098,16 @@ class HubTransport:
         found = {self.seen[item.path]: (item.size, path_of(item.path)[1]) for item in tree}
         return [(path, *found[path]) for path in sorted(found)]
 
-    def bucket_get(self, path: str, digest: str, folder: Path) -> Path:
-        """One GET. Raises FileNotFoundError if the object is gone."""
+    def bucket_get(self, path: str, digest: str, folder: str) -> Path:
+        """One GET."""
         from huggingface_hub.file_download import http_get
         if not digest:
             known = {there: tag for there, _, tag in self.bucket_list(os.path.dirname(path))}
             digest = known.get(path, "")
-        name, file = quote(object_name(path, digest)), folder / "object"
-        try:
-            with self.errors(), open(file, "wb") as f:
-                http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
-                         headers=self.hub.utils.build_hf_headers())
-        except NoRepository as e:
-            raise self.no_bucket() from e
+        name, file = quote(object_name(path, digest)), Path(folder, "object")
+        with open(file, "wb") as f:
+            http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
+                     headers=self.hub.utils.build_hf_headers())
         return file
 
     def bucket_put(self, objects: dict):
@@ -1173,9 +1169,8 @@ class HubTransport:
             raise Unavailable(f"{self.repo}: {path} arrived damaged")
         return first.headers["X-Repo-Commit"], answer.content
 
-    def repo_get(self, path: str, version, folder) -> str:
-        with self.errors():
-            return self.hub.hf_hub_download(self.repo, path, revision=version, local_dir=folder)
+    def repo_get(self, path: str, version, folder: str) -> str:
+        return self.hub.hf_hub_download(self.repo, path, revision=version, local_dir=folder)
 
     def repo_list(self, prefix: str, version) -> list:
         try:

@@ -5505,7 +5505,7 @@ class Store(Memory):
 
     def get(self, name):
         if name not in self.objects:
-            raise FileNotFoundError(name)
+            raise client_error("RemoteEntryNotFoundError", 404)
         content = self.objects[name][1]
         spoilt = self.spoil and re.search(self.spoil, name)
         return content[:-1] + bytes([content[-1] ^ 1]) if spoilt else content
@@ -5513,7 +5513,8 @@ class Store(Memory):
 
 def client_error(kind, status, **attributes):
     import huggingface_hub.errors
-    answer = types.SimpleNamespace(status_code=status, headers={}, request=None)
+    answer = types.SimpleNamespace(status_code=status, headers={}, request=None,
+                                   url="https://hub.example/api/buckets/me/repo-swarm")
     error = getattr(huggingface_hub.errors, kind)(kind, response=answer)
     vars(error).update(attributes)
     return error
@@ -5552,8 +5553,8 @@ class Split(diloco.HubTransport):
         self.store.objects = {}
 
     def bucket_get(self, path, digest, folder):
-        (folder / "x").write_bytes(self.call(self.store.get, diloco.object_name(path, digest)))
-        return folder / "x"
+        Path(folder, "x").write_bytes(self.call(self.store.get, diloco.object_name(path, digest)))
+        return Path(folder, "x")
 
     def head(self):
         return self.call(self.store.head)
@@ -5562,6 +5563,8 @@ class Split(diloco.HubTransport):
         return self.call(self.store.read, path)
 
     def repo_get(self, path, version, folder):
+        if path not in self.store.files:
+            raise client_error("RemoteEntryNotFoundError", 404)
         self.call(self.store.fetch, path, version, Path(folder, "x"))
         return Path(folder, "x")
 
