@@ -23,6 +23,8 @@ Sign, once for all: delta = before - after, so the global model moves by MINUS t
   config.json, model.safetensors, tokenizer*.json   the keyframe, as transformers wants it
   README.md and its picture                         the page: progress, nodes, how to join
 
+On the Hub, deltas, updates and momentum may lie in a Storage Bucket beside the repository.
+
 The global model of outer step t is the keyframe minus the updates since. Whoever folds the same
 files gets the same bits. So a new master needs no more than these files.
 
@@ -960,7 +962,10 @@ class HubTransport:
                 raise Unavailable(f"{self.repo}: moved to this name just now") from e
             while not isinstance(e, self.hub.errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
-            raise self.meaning(e) from e
+            meaning = self.meaning(e)
+            if isinstance(meaning, NoBucket) and self.is_master:
+                self.create_bucket(self.bucket)     # what was in it is published or sent again
+            raise meaning from e
 
     def meaning(self, e) -> Exception:
         """The exception of ours for one of the client's."""
@@ -1082,14 +1087,8 @@ class HubTransport:
 
     def bucket_list(self, prefix: str) -> list:
         prefix = prefix.rstrip("/") + "/" if prefix else ""
-        try:
-            with self.errors():
-                tree = list(self.api.list_bucket_tree(self.bucket, prefix or None, recursive=True))
-        except NoBucket:
-            if not self.is_master:
-                raise
-            self.create_bucket(self.bucket)
-            tree = []
+        with self.errors():
+            tree = list(self.api.list_bucket_tree(self.bucket, prefix or None, recursive=True))
         tree = [item for item in tree if hasattr(item, "size")]
         self.seen = {name: path for name, path in self.seen.items() if not name.startswith(prefix)}
         self.seen |= {item.path: path_of(item.path)[0] for item in tree}
