@@ -331,7 +331,7 @@ def open_plain(file: Path, shapes: dict | None = None) -> dict:
     check_tensors(tensors, {name: (dtype, shape) for name, shape in shapes.items()})
     return tensors
 
-# ---- patience
+# ---- trying again, and reading what others have written
 
 
 def never() -> bool:
@@ -387,8 +387,6 @@ class Patient:
         def patient(*arguments):
             return retry(functools.partial(verb, *arguments), self.failed, self.stopped)
         return patient
-
-# ---- records: what is read from a file of somebody else
 
 
 def check_value(name: str, value, kind):
@@ -446,6 +444,8 @@ def read_header(kind, header: dict, **others):
 # | squash()                             | forgets the history                                  |
 #
 # A commit is made whole or not at all. With `expect` it raises Conflict if that is not the head.
+# With a bucket that is true of the repository; objects of the global model are there before, and
+# nobody looks at them until a state names them.
 # A tag is a hash of the content: sha256, or git's sha1. fetch checks it. Version None: the newest.
 # All verbs raise Unavailable for what can pass and Refused for what cannot.
 
@@ -973,7 +973,9 @@ class HubTransport:
         words = " ".join((getattr(e, "server_message", None) or str(e)).split())
         words = re.split(r" for url| \(Request ID| For more", words)[0]
         # hf_xet tells a status in words only
-        by_words = re.search(r"\b(401|403|404(?= Not Found))\b", words) if response is None else None
+        by_words = None
+        if response is None:
+            by_words = re.search(r"\b(401|403|404(?= Not Found))\b", words)
         status = int(by_words[0]) if by_words else getattr(response, "status_code", 0)
         kind = type(e).__name__ if response is None else status
         told = f"{self.repo}: {kind} {words[:160]}".rstrip(".")
