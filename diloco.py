@@ -23,6 +23,8 @@ Sign, once for all: delta = before - after, so the global model moves by MINUS t
   config.json, model.safetensors, tokenizer*.json   the keyframe, as transformers wants it
   README.md and its picture                         the page: progress, nodes, how to join
 
+On the Hub, deltas, updates and momentum may lie in a Storage Bucket beside the repository.
+
 The global model of outer step t is the keyframe minus the updates since. Whoever folds the same
 files gets the same bits. So a new master needs no more than these files.
 
@@ -329,7 +331,7 @@ def open_plain(file: Path, shapes: dict | None = None) -> dict:
     check_tensors(tensors, {name: (dtype, shape) for name, shape in shapes.items()})
     return tensors
 
-# ---- patience
+# ---- trying again, and reading what others have written
 
 
 def never() -> bool:
@@ -385,8 +387,6 @@ class Patient:
         def patient(*arguments):
             return retry(functools.partial(verb, *arguments), self.failed, self.stopped)
         return patient
-
-# ---- records: what is read from a file of somebody else
 
 
 def check_value(name: str, value, kind):
@@ -444,6 +444,8 @@ def read_header(kind, header: dict, **others):
 # | squash()                             | forgets the history                                  |
 #
 # A commit is made whole or not at all. With `expect` it raises Conflict if that is not the head.
+# With a bucket that is true of the repository; objects of the global model are there before, and
+# nobody looks at them until a state names them.
 # A tag is a hash of the content: sha256, or git's sha1. fetch checks it. Version None: the newest.
 # All verbs raise Unavailable for what can pass and Refused for what cannot.
 
@@ -960,7 +962,10 @@ class HubTransport:
                 raise Unavailable(f"{self.repo}: moved to this name just now") from e
             while not isinstance(e, self.hub.errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
-            raise self.meaning(e) from e
+            meaning = self.meaning(e)
+            if isinstance(meaning, NoBucket) and self.is_master:
+                self.create_bucket(self.bucket)     # what was in it is published or sent again
+            raise meaning from e
 
     def meaning(self, e) -> Exception:
         """The exception of ours for one of the client's."""
@@ -968,21 +973,19 @@ class HubTransport:
         words = " ".join((getattr(e, "server_message", None) or str(e)).split())
         words = re.split(r" for url| \(Request ID| For more", words)[0]
         # hf_xet tells a status in words only
-        by_words = re.search(r"\b(401|403|404)\b", words) if response is None else None
+        by_words = None
+        if response is None:
+            by_words = re.search(r"\b(401|403|404(?= Not Found))\b", words)
         status = int(by_words[0]) if by_words else getattr(response, "status_code", 0)
         kind = type(e).__name__ if response is None else status
         told = f"{self.repo}: {kind} {words[:160]}".rstrip(".")
         if isinstance(e, errors.OfflineModeIsEnabled):
             return Refused(f"{self.repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset "
                            f"it, or use a folder (--hub=./runs/hub)")
-        # an upload to a bucket that is not there, or not for this token, is a 404 in words
-        if (isinstance(e, getattr(errors, "BucketNotFoundError", ()))
-                or by_words and status == 404 and self.bucket):
-            return self.no_bucket()
-        if isinstance(e, getattr(errors, "BucketBatchError", ())):
-            return Unavailable(f"{self.bucket}: not all was done: {words[:160]}")
         if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
             return FileNotFoundError(told)
+        if self.bucket and status == 404 and (by_words or "/buckets/" in str(response.url)):
+            return self.no_bucket()
         # a quota speaks through the Hub's own 403, and through the LFS server's list of errors
         if (re.search(r"\b(storage|quota|limits?)\b", words, re.IGNORECASE)
                 and (status in (402, 403, 413) or isinstance(e, ValueError))):
@@ -993,9 +996,11 @@ class HubTransport:
             # keep: it took commits before, and too many pushes at once may get a 403, too
             self.denied += 1
             return Unavailable(told, 10.0 * self.denied)
-        gone = isinstance(e, errors.RepositoryNotFoundError)
-        if gone and not isinstance(e, errors.GatedRepoError):
+        if isinstance(e, errors.RepositoryNotFoundError) and not isinstance(
+                e, errors.GatedRepoError):
             return NoRepository(f"{told}; is HF_TOKEN set, and may it write?")
+        if hasattr(e, "failures"):      # of a bucket's batch: a part of it was not done
+            return Unavailable(told)
         if status in (401, 402, 403, 404, 413, 422):
             return Refused(f"{told}; is HF_TOKEN set, and may it write?")
         bad_value = isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError)
@@ -1046,20 +1051,21 @@ class HubTransport:
         self.bucket = bucket
 
     def fetch(self, path: str, version, to: Path, tag: str = ""):
+        in_bucket = self.holds(path)
         to.parent.mkdir(parents=True, exist_ok=True)
         # fresh: nothing stale, bounded disk
-        with tempfile.TemporaryDirectory(dir=to.parent) as fresh:
-            if self.holds(path):
-                file = self.bucket_get(path, tag, Path(fresh))
-            else:
-                file = self.repo_get(path, version, fresh)
-            if tag and not matches_hash(file, tag):
-                self.spoilt[path, tag] += 1
-                if path.startswith("nodes/") and self.spoilt[path, tag] > 2:
-                    raise ValueError("the content is not what its name says")
-                raise Unavailable(f"{self.repo}: {path} arrived damaged")
-            # keep: a new file, never new bytes in the old one, which tensors may be mapped from
-            os.replace(file, to)
+        with self.errors(), tempfile.TemporaryDirectory(dir=to.parent) as fresh:
+            get, at = (self.bucket_get, tag) if in_bucket else (self.repo_get, version)
+            file = get(path, at, fresh)
+            right = not tag or matches_hash(file, tag)
+            if right:
+                # keep: a new file, never new bytes in the old one, which may be mapped
+                os.replace(file, to)
+        if not right:
+            self.spoilt[path, tag] += 1
+            if path.startswith("nodes/") and self.spoilt[path, tag] > 2:
+                raise ValueError("the content is not what its name says")
+            raise Unavailable(f"{self.repo}: {path} arrived damaged")
 
     def list(self, prefix: str, version=None):
         found = [] if self.holds(prefix) else self.repo_list(prefix, version)
@@ -1083,14 +1089,8 @@ class HubTransport:
 
     def bucket_list(self, prefix: str) -> list:
         prefix = prefix.rstrip("/") + "/" if prefix else ""
-        try:
-            with self.errors():
-                tree = list(self.api.list_bucket_tree(self.bucket, prefix or None, recursive=True))
-        except NoBucket:
-            if not self.is_master:
-                raise
-            self.create_bucket(self.bucket)
-            tree = []
+        with self.errors():
+            tree = list(self.api.list_bucket_tree(self.bucket, prefix or None, recursive=True))
         tree = [item for item in tree if hasattr(item, "size")]
         self.seen = {name: path for name, path in self.seen.items() if not name.startswith(prefix)}
         self.seen |= {item.path: path_of(item.path)[0] for item in tree}
@@ -1099,19 +1099,16 @@ class HubTransport:
         found = {self.seen[item.path]: (item.size, path_of(item.path)[1]) for item in tree}
         return [(path, *found[path]) for path in sorted(found)]
 
-    def bucket_get(self, path: str, digest: str, folder: Path) -> Path:
-        """One GET. Raises FileNotFoundError if the object is gone."""
+    def bucket_get(self, path: str, digest: str, folder: str) -> Path:
+        """One GET."""
         from huggingface_hub.file_download import http_get
         if not digest:
             known = {there: tag for there, _, tag in self.bucket_list(os.path.dirname(path))}
             digest = known.get(path, "")
-        name, file = quote(object_name(path, digest)), folder / "object"
-        try:
-            with self.errors(), open(file, "wb") as f:
-                http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
-                         headers=self.hub.utils.build_hf_headers())
-        except NoRepository as e:
-            raise self.no_bucket() from e
+        name, file = quote(object_name(path, digest)), Path(folder, "object")
+        with open(file, "wb") as f:
+            http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
+                     headers=self.hub.utils.build_hf_headers())
         return file
 
     def bucket_put(self, objects: dict):
@@ -1173,9 +1170,8 @@ class HubTransport:
             raise Unavailable(f"{self.repo}: {path} arrived damaged")
         return first.headers["X-Repo-Commit"], answer.content
 
-    def repo_get(self, path: str, version, folder) -> str:
-        with self.errors():
-            return self.hub.hf_hub_download(self.repo, path, revision=version, local_dir=folder)
+    def repo_get(self, path: str, version, folder: str) -> str:
+        return self.hub.hf_hub_download(self.repo, path, revision=version, local_dir=folder)
 
     def repo_list(self, prefix: str, version) -> list:
         try:
