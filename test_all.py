@@ -6098,6 +6098,46 @@ def real_run(steps: int = 3500, inner_steps: int = 140):
                 [round(a / b, 3) for a, b in zip(rates("runs/small/{}"), rates("runs/alone/{}"))]}))
 
 
+# ---- python test_all.py crowd: many nodes, and the Hub's limit of commits
+
+
+def crowd(nodes: int, bucket: str, hours: int = 6) -> dict:
+    """A swarm of tiny models in virtual time, inner loops of five to ten minutes, 100 commits an
+    hour for all: what an hour brings."""
+    hub, settings = Memory(limited=True), {
+        **SWARM, "round_timeout": 0.0, "poll_interval": 60.0, "outer_momentum": 0.5,
+        "inner_steps": 1, "commits_per_hour": 100}
+    hub.bucket = bucket
+
+    class Near(Far):        # a worker's view: with a bucket it makes no commits
+        limited = not bucket
+    with virtual_time() as clock:
+        master = diloco.MasterOuterLoop(hub, settings, diloco.swarm_tensors(Net()), {},
+                                        log=lambda line: None)
+
+        def work(i):
+            node = Node(Near(hub, 1.0), f"n{i}", threads=True, **settings)
+            while clock.now < 3600 * hours:
+                node.train()
+                clock.sleep(300 * (1 + i % 3 / 2))
+                node.node.after_step(node)
+
+        def end():
+            clock.sleep(3600 * hours)
+            master.stop = True
+        clock.run(master.run, end, *[functools.partial(work, i) for i in range(nodes)])
+    merged = [entry for line in history_of(hub) for entry in line.get("merged", ())]
+    steps = sum(entry.local_step for entry in master.state.nodes.values())
+    return {"nodes": nodes, "bucket": bool(bucket), "rounds an hour": master.state.outer_step / hours,
+            "commits an hour": round((len(hub.commits) - (len(merged) if bucket else 0)) / hours, 1),
+            "deltas an hour": round(len(merged) / hours, 1),
+            "steps of a delta": round(steps / len(merged), 1),
+            "state, bytes": len(hub.files[diloco.STEP]),
+            # two requests of a second for a delta of the repository, one for one of the bucket
+            "seconds to fetch a round's deltas": round(
+                (1 if bucket else 2) * len(merged) / master.state.outer_step / 8, 1)}
+
+
 # ---- python test_all.py bench: speed on whatever device is here
 
 
@@ -6331,5 +6371,8 @@ if __name__ == "__main__":      # python test_all.py bench, size, hub, or NODES 
         size()
     elif sys.argv[1:] == ["bench"]:
         bench()
+    elif sys.argv[1:] == ["crowd"]:
+        for count, where in itertools.product((4, 50, 64, 256), ("", "me/bucket")):
+            print(json.dumps(crowd(count, where)), flush=True)
     else:
         study(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
