@@ -1709,26 +1709,30 @@ class Ledger:
         if gap:     # what was sent in between did not come, or was bad; the node may send it again
             entry.lost += gap
             entry.gaps = [*entry.gaps[-19:], [before, before + gap]]
-        entry.loss, entry.seconds, entry.final = delta.loss, delta.seconds, delta.final
+        earlier, entry.loss = entry.loss, delta.loss
+        entry.seconds, entry.final = delta.seconds, delta.final
         entry.base_outer_step = delta.base_outer_step
         if not norm < math.inf:
             entry.lost += delta.steps
             raise ValueError("it holds numbers that are not finite")
-        self.judge(delta, entry)
+        self.judge(delta, entry, earlier)
         again = min(delta.again, entry.lost)        # reported lost before, and in this delta
         entry.lost -= again
         entry.steps += delta.steps + again
         entry.tokens += delta.tokens
 
-    def judge(self, delta: Delta, entry: NodeState):
-        """Leave out a node whose training loss stays far above that of the others. Raises
-        ValueError, with a second argument: the node starts again from the global model."""
+    def judge(self, delta: Delta, entry: NodeState, earlier: float | None):
+        """Leave out a node whose training loss stays far above that of the others; not one that
+        only lags behind, whose loss falls from the `earlier` one. Raises ValueError, with a second
+        argument: the node starts again from the global model."""
         at_work = active_nodes(self.nodes, self.state.outer_step)
         others = [self.nodes[node].loss for node in at_work - {delta.node_id}
                   if self.nodes[node].above == 0 and self.nodes[node].loss is not None]
         usual = statistics.median_low(others) if others else delta.loss
-        excess = NEAR if entry.above >= STRIKES else FAR_ABOVE
-        far = delta.loss - usual > excess * abs(usual)
+        out = entry.above >= STRIKES
+        far = delta.loss - usual > (NEAR if out else FAR_ABOVE) * abs(usual)
+        if earlier is not None and not out:
+            far = far and delta.loss > earlier - NEAR * abs(earlier)
         entry.above = entry.above + 1 if far else 0
         if entry.above >= STRIKES:
             entry.lost += delta.steps

@@ -4151,6 +4151,22 @@ def test_a_node_whose_loss_stays_far_above_is_left_out_and_starts_again(folder):
     assert entry.steps == 3 and master.state.nodes["b"].steps == 5
 
 
+def test_a_node_that_only_lags_is_not_left_out(folder):
+    """Its loss is far above the others', but falls."""
+    master = make_master(folder, inner_steps=1)
+    a, b = (Node(folder, name, inner_steps=1) for name in "ab")
+    for i in range(8):
+        for node, loss in ((a, 2.0 * 0.9 ** i), (b, 4.0 * 0.9 ** i)):
+            node.train()
+            node.last_loss = torch.tensor(loss)
+            node.node.after_step(node)
+            node.upload()
+        master.sync_once()
+        for node in (a, b):
+            node.see()
+    assert (master.state.nodes["b"].steps, master.state.nodes["b"].lost) == (8, 0)
+
+
 def test_a_step_beyond_the_end_is_refused(folder, tmp_path):
     master = make_master(folder, inner_steps=10)
     master.state.config = {"run": {"max_steps": 100}}
