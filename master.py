@@ -10,6 +10,7 @@ It may be killed, moved to another machine, started again: all its state is on t
 are given then change the run, but not the model.
 """
 import functools
+import os
 import signal
 import sys
 
@@ -17,6 +18,8 @@ from config import check_named, end, leave_on_signals, load_config, shared_setti
 
 if __name__ == "__main__":
     leave_on_signals()      # before torch is imported, which takes seconds
+    # two nodes on one machine would wait for each other in busy loops: six times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 

@@ -6164,10 +6164,14 @@ def crowd(nodes: int, bucket: str, hours: int = 6) -> dict:
     hub, settings = Memory(limited=True), {
         **SWARM, "round_timeout": 0.0, "poll_interval": 60.0, "outer_momentum": 0.5,
         "inner_steps": 1, "commits_per_hour": 100}
-    hub.bucket = bucket
+    hub.bucket, pushes = bucket, []
 
     class Near(Far):        # a worker's view: with a bucket it makes no commits
         limited = not bucket
+
+        def commit(self, *args, **kwargs):
+            pushes.append(clock.now)
+            return super().commit(*args, **kwargs)
     with virtual_time() as clock:
         master = diloco.MasterOuterLoop(hub, settings, diloco.swarm_tensors(Net()), {},
                                         log=lambda line: None)
@@ -6185,8 +6189,9 @@ def crowd(nodes: int, bucket: str, hours: int = 6) -> dict:
         clock.run(master.run, end, *[functools.partial(work, i) for i in range(nodes)])
     merged = [entry for line in history_of(hub) for entry in line.get("merged", ())]
     steps = sum(entry.local_step for entry in master.state.nodes.values())
-    return {"nodes": nodes, "bucket": bool(bucket), "rounds an hour": master.state.outer_step / hours,
-            "commits an hour": round((len(hub.commits) - (len(merged) if bucket else 0)) / hours, 1),
+    return {"nodes": nodes, "bucket": bool(bucket),
+            "rounds an hour": round(master.state.outer_step / hours, 1),
+            "commits an hour": round((len(hub.commits) - (len(pushes) if bucket else 0)) / hours, 1),
             "deltas an hour": round(len(merged) / hours, 1),
             "steps of a delta": round(steps / len(merged), 1),
             "state, bytes": len(hub.files[diloco.STEP]),

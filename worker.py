@@ -7,6 +7,7 @@ A node of a swarm: trains here, and shares what it learns through the hub.
 Model, data and schedule come from what master.py published; flags given here win. Started again, it
 goes on where it was, with the flags it was begun with: its folder is runs/<name>/<node id>/.
 """
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from config import OF_THE_MOMENT, end, leave_on_signals, load_config, read_flags
 
 if __name__ == "__main__":
     leave_on_signals()      # before torch is imported, which takes seconds
+    # two nodes on one machine would wait for each other in busy loops: six times slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
