@@ -4952,9 +4952,11 @@ def virtual_time():
         diloco.time, diloco.threading, diloco.wait = before
 
 
-def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), evaluate=None, log=None):
+def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), evaluate=None, log=None,
+             seconds=math.inf):
     """A swarm of the real master, workers and trainers. A step takes a node 1 / speed seconds,
-    latency is that of an upload and of a download, joins[i] when node i comes.
+    latency is that of an upload and of a download, joins[i] when node i comes. After `seconds`
+    the swarm is stopped as by Ctrl-C: what counts is the global model published by then.
 
     Returns (master, {node: trainer}).
     """
@@ -4990,9 +4992,14 @@ def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), evaluate=None, log
                 raise coordinator.failed
 
         def end():
-            while (left or not master.state.finished) and not clock.errors:
+            def running():
+                return (left or not master.state.finished) and not clock.errors
+            while running() and clock.now < seconds:
                 clock.sleep(1.0)
-            master.stop = master.stop or bool(clock.errors)
+            if running():       # the time is over
+                for trainer in trainers.values():
+                    trainer.stop_signal = "the clock"
+            master.stop = master.stop or bool(running() or clock.errors)
             master.seconds = clock.now
         clock.run(master.run, end, *[functools.partial(node, i) for i in range(len(speeds))])
     return master, trainers
@@ -5032,6 +5039,13 @@ def test_the_swarm_ends_as_one(tmp_path, speeds, most):
     for name, entry in master.state.nodes.items():
         assert entry.final and entry.lost == 0 and entry.steps == steps[name], name
     assert any(line.startswith("finished") and "outer step" in line for line in lines)
+
+
+def test_a_simulation_stops_at_a_time(tmp_path):
+    config = tiny(tmp_path, "--max-steps=60", "--inner-steps=10", "--codec=int4")
+    master, trainers = simulate(config, [1.0, 0.6], latency=3.0, seconds=40)
+    assert master.seconds == 40 and not master.state.finished and master.state.outer_step > 0
+    assert all(trainer.step < 42 for trainer in trainers.values())
 
 
 def test_what_comes_after_the_last_outer_step_waits_for_a_longer_run(folder):
@@ -5993,6 +6007,43 @@ ROWS = {    # what: (flags, what simulate() takes)
 }
 
 
+def val_loss(model, config) -> float:
+    return trainer_module.mean_loss(model, build_data(config)[1], config, torch.device("cpu"))
+
+
+def loss_alone(config) -> float:
+    """Validation loss after a run on one machine."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        config["run"]["output_dir"] = folder
+        torch.manual_seed(config["run"]["seed"])
+        trainer = Trainer(build_model(config["model"]), config, build_data(config)[0])
+        trainer.train()
+    return val_loss(trainer.model, config)
+
+
+def clock(nodes: int, seed: int, *flags: str):
+    """Prints the validation loss of what a swarm has published after so many seconds of virtual
+    time, against data parallel on as many samples."""
+    speeds = (SPEEDS * nodes)[:nodes]
+    for seconds in (1350, 1800):
+        # the learning rate ends with the clock: the last delta takes two or three loops to return
+        steps = int(statistics.mean(speeds) * (seconds - 6 * LATENCY))
+        common = [*STUDY, f"--seed={seed}", f"--max-steps={steps}", "--inner-steps=18", *flags]
+        config = load_config(common)
+        with contextlib.redirect_stdout(None):
+            master, _ = simulate(config, speeds, LATENCY, seconds=seconds)
+        model = build_model(config["model"])
+        diloco.set_tensors(diloco.swarm_tensors(model), master.weights)
+        merged = sum(entry.steps for entry in master.state.nodes.values())
+        loss = val_loss(model, config)
+        alone = loss_alone(load_config([*common, f"--target-batch-size={16 * nodes}",
+                                        f"--max-steps={round(merged / nodes)}"]))
+        print(json.dumps({"nodes": nodes, "seed": seed, "seconds": seconds, "steps": merged,
+                          "rounds": master.state.outer_step, "ended": master.state.finished,
+                          "swarm": round(loss, 4), "data parallel": round(alone, 4),
+                          "excess, %": round(100 * (loss / alone - 1), 2)}), flush=True)
+
+
 def study(nodes: int, seed: int, only: str = "", *flags: str):
     """Prints the validation loss of the global model for each row of ROWS, in virtual time.
 
@@ -6038,17 +6089,9 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
         print(json.dumps(dict(nodes=nodes, seed=seed, what=what, loss=round(loss, 4), **{
             "seconds": round(time.time() - began)}, more=more)), flush=True)
 
-    def val_loss(model, config):
-        return trainer_module.mean_loss(model, build_data(config)[1], config, torch.device("cpu"))
-
     def one_machine(what, *extra):
-        began, config = time.time(), load_config([*STUDY, f"--seed={seed}", *flags, *extra])
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-            config["run"]["output_dir"] = folder
-            torch.manual_seed(seed)
-            trainer = Trainer(build_model(config["model"]), config, build_data(config)[0])
-            trainer.train()
-        say(what, val_loss(trainer.model, config), began)
+        began = time.time()
+        say(what, loss_alone(load_config([*STUDY, f"--seed={seed}", *flags, *extra])), began)
 
     def swarm(what, extra, speeds, late=False, **world):
         began, config = time.time(), load_config([*STUDY, f"--seed={seed}", *flags, *extra])
@@ -6427,7 +6470,7 @@ def measure(name: str, flags: list, server, cwd: Path):
         "seconds of a round, and of one with a keyframe": seconds}), flush=True)
 
 
-if __name__ == "__main__":      # python test_all.py bench, size, hub, or NODES SEED [a row]
+if __name__ == "__main__":  # python test_all.py bench, size, hub, crowd, [clock] NODES SEED [a row]
     if sys.argv[1:] == ["hub"]:
         real_run()
     elif sys.argv[1:] == ["size"]:
@@ -6437,5 +6480,7 @@ if __name__ == "__main__":      # python test_all.py bench, size, hub, or NODES 
     elif sys.argv[1:] == ["crowd"]:
         for count, where in itertools.product((4, 50, 64, 256), ("", "me/bucket")):
             print(json.dumps(crowd(count, where)), flush=True)
+    elif sys.argv[1:2] == ["clock"]:
+        clock(int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
     else:
         study(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
