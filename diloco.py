@@ -84,6 +84,7 @@ FORGET_AFTER = 7 * 86400    # s after which a node that sends nothing leaves the
 PAGE_EVERY = 600            # s between two versions of the page
 FOLLOW_LATER = 0.75         # largest share of a prediction error that stays local at an install
 SHORT_LOOP = 25             # steps of an inner loop that keep the nodes close from the first round
+LOOP_RANGE = 4              # a node's loops have at most so many times more or fewer steps
 DENIALS = 5                 # 403s in a row, where commits were taken before, until one counts
 FAR_ABOVE, STRIKES = 0.25, 3    # relative excess of a node's loss; deltas in a row until it is out
 NEAR = 0.05                 # relative excess with which it is in again
@@ -1301,6 +1302,7 @@ class NodeState:
     outer_step: int = 0         # the last round it contributed to
     base_outer_step: int = 0    # the global model its newest delta started from
     seconds: float = 0.0        # of its last inner loop, as it says
+    pace: float = 0.0           # seconds of a step in that loop
     final: bool = False         # it has ended its run
     last_seen: float = 0.0      # when the master had its newest delta, Unix time
     above: int = 0              # deltas in a row whose loss was far above the swarm's
@@ -1711,6 +1713,7 @@ class Ledger:
             entry.gaps = [*entry.gaps[-19:], [before, before + gap]]
         earlier, entry.loss = entry.loss, delta.loss
         entry.seconds, entry.final = delta.seconds, delta.final
+        entry.pace = delta.seconds / max(1, delta.steps)
         entry.base_outer_step = delta.base_outer_step
         if not norm < math.inf:
             entry.lost += delta.steps
@@ -2950,7 +2953,7 @@ class DumbDiLoCo:
         self.losses = [self.losses[0] + (loss.detach() if hasattr(loss, "detach") else loss),
                        self.losses[1] + 1]
         self.take_results(trainer)
-        if trainer.step % self.settings["inner_steps"] == 0 or self.claim:
+        if trainer.step - self.last_sent >= self.loop_steps() or self.claim:
             self.push(trainer)
             if self.settings["wait"]:
                 self.wait_for_round(trainer)
@@ -2986,6 +2989,20 @@ class DumbDiLoCo:
         # ran ahead as if all did would send the difference as work, and the swarm diverged.
         mu, f = self.state.momentum, self.state.part
         return 0.0 if self.settings["wait"] else self.state.outer_lr * f * mu * mu ** f
+
+    def loop_steps(self) -> int:
+        """Optimizer steps of this node's inner loop.
+
+        A node of the median pace trains inner_steps, a fast one more: all loops take the same
+        time. So the deltas of a round come together, and none gets old while it waits for others.
+        """
+        inner_steps, nodes = self.settings["inner_steps"], self.state.nodes
+        mine = nodes.get(self.node_id, NodeState()).pace
+        if self.settings["wait"] or not mine:
+            return inner_steps
+        active = active_nodes(nodes, self.state.outer_step) | {self.node_id}
+        ratio = statistics.median(nodes[node].pace for node in active) / mine
+        return max(1, round(inner_steps * min(LOOP_RANGE, max(1 / LOOP_RANGE, ratio))))
 
     def push(self, trainer, last=False):
         """Cut the next delta off the remainder, and send it in the background; unless one is being
@@ -3128,15 +3145,16 @@ class DumbDiLoCo:
     def share_that_stays(self, trainer) -> float:
         """The share of the prediction error that the weights do not follow.
 
-        Delay compensation: the steps since the last delta started from a PREDICTED global model.
-        They have corrected what is steep in the error already, and would do so once more after the
-        whole way; what is flat cancels among the nodes. Half a loop is enough for what is steep.
-        Early in a run long loops take the nodes far apart: to follow matters more there, and the
-        share grows with the outer momentum. (Validation loss 1.382 instead of 1.406.)
+        Delay compensation: the steps since the newest merged delta started from a PREDICTED global
+        model. They have corrected what is steep in the error already, and would do so once more
+        after the whole way; what is flat cancels among the nodes. Half a loop is enough for what
+        is steep. Early in a run long loops take the nodes far apart: to follow matters more there,
+        and the share grows with the outer momentum.
         """
         inner_steps = self.settings["inner_steps"]
         share = FOLLOW_LATER * min(1.0, max(SHORT_LOOP / inner_steps, self.state.momentum))
-        return share * min(1.0, 2 * (trainer.step - self.last_sent) / inner_steps)
+        merged = max(self.me.merged_step(self.state), self.first_step)
+        return share * min(1.0, 2 * (trainer.step - merged) / self.loop_steps())
 
     def start_again(self, trainer, step: int):
         """The master has left this node out: what is local goes, the global model is the start."""

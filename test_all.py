@@ -3397,6 +3397,7 @@ def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, step
     with the next delta. A delta that will never be merged is no such error."""
     master = make_master(folder, outer_momentum=0.8, outer_warmup=5)
     a, b = (Node(folder, name, max_pending=9, inner_steps=inner_steps) for name in "ab")
+    a.node.loop_steps = lambda: inner_steps     # here the nodes have no speed
 
     def everyone(*nodes):
         for node in nodes:
@@ -5039,6 +5040,18 @@ def test_the_swarm_ends_as_one(tmp_path, speeds, most):
     for name, entry in master.state.nodes.items():
         assert entry.final and entry.lost == 0 and entry.steps == steps[name], name
     assert any(line.startswith("finished") and "outer step" in line for line in lines)
+
+
+@pytest.mark.parametrize("speeds, expected", [([2.0, 1.0, 0.5], [20, 10, 5]),
+                                              ([1.0, 1.0, 0.1], [10, 10, 2])])
+def test_the_loops_of_all_nodes_take_the_same_time(tmp_path, speeds, expected):
+    """Once all speeds are known; but a loop has at least a quarter of inner_steps."""
+    config = tiny(tmp_path, "--max-steps=140", "--inner-steps=10", "--codec=int4")
+    master, _ = simulate(config, speeds)
+    merged = [entry for line in history_of(master.transport) for entry in line.get("merged", ())]
+    for i, usual in enumerate(expected):
+        steps = [entry["steps"] for entry in merged if entry["node"] == f"n{i}"]
+        assert steps[0] == 10 and statistics.mode(steps) == usual, steps
 
 
 def test_a_simulation_stops_at_a_time(tmp_path):
