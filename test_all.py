@@ -6041,7 +6041,7 @@ def clock(nodes: int, seed: int, *flags: str):
     for seconds in (1350, 1800):
         # the learning rate ends with the clock: the last delta takes two or three loops to return
         steps = int(statistics.mean(speeds) * (seconds - 6 * LATENCY))
-        common = [*STUDY, f"--seed={seed}", f"--max-steps={steps}", "--inner-steps=18", *flags]
+        common = [*STUDY, f"--seed={seed}", f"--max-steps={steps}", *flags]
         config = load_config(common)
         with contextlib.redirect_stdout(None):
             master, _ = simulate(config, speeds, LATENCY, seconds=seconds)
