@@ -3051,6 +3051,8 @@ class Node:
         self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings})
         if not threads:
             self.node.job, self.node.begin_look = Later, lambda: None
+            # without a clock no node has a speed
+            self.node.loop_steps = lambda: self.node.settings["inner_steps"]
         if saved:
             self.model.load_state_dict(saved["model"])
             self.step, self.position, self.tokens = (
@@ -3397,7 +3399,6 @@ def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, step
     with the next delta. A delta that will never be merged is no such error."""
     master = make_master(folder, outer_momentum=0.8, outer_warmup=5)
     a, b = (Node(folder, name, max_pending=9, inner_steps=inner_steps) for name in "ab")
-    a.node.loop_steps = lambda: inner_steps     # here the nodes have no speed
 
     def everyone(*nodes):
         for node in nodes:
