@@ -227,16 +227,12 @@ def test_the_model_is_a_llama(tied, n_kv_head):
     loss = F.cross_entropy(want[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     labels = torch.cat((ids[:, 1:], torch.full((2, 1), -100)), 1)
     assert abs(m(ids, labels=labels)["loss"] - loss) < 1e-4
-
-
-def test_files_of_tied_models_load_with_and_without_the_head():
-    m = build_model(SHAPE)
-    state = m.state_dict()
-    del state["lm_head.weight"]
-    other = build_model(SHAPE)
-    other.load_state_dict(state)
-    assert (torch.equal(other.lm_head.weight, m.lm_head.weight)
-            and other.lm_head.weight is other.model.embed_tokens.weight)
+    if tied:    # files leave the head out
+        state, other = m.state_dict(), build_model(m.config)
+        del state["lm_head.weight"]
+        other.load_state_dict(state)
+        assert other.lm_head.weight is other.model.embed_tokens.weight
+        assert torch.equal(other.lm_head.weight, m.lm_head.weight)
 
 
 @pytest.mark.parametrize("shape", [
@@ -295,19 +291,17 @@ def test_torch_compile_sees_a_step_as_one_graph():
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing(side):
     torch.manual_seed(0)
-    m = build_model(SHAPE)
-    ids = torch.randint(0, 97, (2, 20))
-    pad, no = torch.randint(0, 97, (2, 6)), torch.zeros(2, 6, dtype=torch.long)
-    order = ((lambda a, b: torch.cat((b, a), 1)) if side == "left"
-             else (lambda a, b: torch.cat((a, b), 1)))
-    padded, mask = order(ids, pad), order(torch.ones_like(ids), no)
-    real = mask[0].bool()
+    m, ids, labels = build_model(SHAPE), *torch.randint(0, 97, (2, 2, 20))
+    pad, real = torch.randint(0, 97, (2, 26)), torch.arange(26) < 20
+    real = real.flip(0) if side == "left" else real
+    padded, padded_labels = pad.clone(), pad.clone()
+    padded[:, real], padded_labels[:, real] = ids, labels
+    mask = real.long().expand(2, 26)
     assert torch.allclose(m(padded, attention_mask=mask)["logits"][:, real], m(ids)["logits"],
                           atol=1e-5)
-    labels = torch.randint(0, 97, (2, 20))
-    a = m(padded, labels=order(labels, pad), attention_mask=mask)["loss"]
-    assert torch.allclose(a, m(ids, labels=labels)["loss"], atol=1e-6)
-    a.backward()
+    loss = m(padded, labels=padded_labels, attention_mask=mask)["loss"]
+    assert torch.allclose(loss, m(ids, labels=labels)["loss"], atol=1e-6)
+    loss.backward()
     assert all(p.grad.isfinite().all() for p in m.parameters())
 
 
@@ -606,9 +600,16 @@ def test_a_checkpoint_that_cannot_be_represented_is_refused_by_name(tmp_path, ch
     refused(tmp_path, says)
 
 
-def test_a_folder_without_the_weights_of_a_whole_model_says_what_is_wanted(tmp_path):
+def test_weights_that_are_damaged_or_not_there_are_refused(tmp_path):
     folder = Path(exported(build_model(SHAPE), tmp_path))
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for change, says in ((lambda v: v.to(torch.int8), "int8"), (lambda v: v * math.nan, "finite")):
+        save_file({k: change(v) if "norm" in k else v for k, v in weights.items()}, file)
+        refused(folder, says)
+    file.write_bytes(b"\0" * 100)
+    refused(folder, file.name)
+    file.rename(folder / "pytorch_model.bin")
     refused(folder, "no model.safetensors there; wanted is a whole model, saved by transformers")
     index = folder / "model.safetensors.index.json"
     for content in ("{}", "[]", "{", '{"weight_map": null}', '{"weight_map": {"a": 1, "b": "x"}}'):
@@ -638,29 +639,28 @@ def test_flags_against_a_pretrained_shape(tmp_path):
             load_config([*flags, flag], pretrained=shape)
     with pytest.raises(ValueError, match="model.name=other"):
         load_config([*flags, "--model.name=other"])
-    weights = load_file(tmp_path / "model.safetensors")
-    for change, says in ((lambda v: v.to(torch.int8), "int8"), (lambda v: v * math.nan, "finite")):
-        save_file({k: change(v) if "norm" in k else v for k, v in weights.items()},
-                  tmp_path / "model.safetensors")
-        refused(tmp_path, says)
-    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
-    refused(tmp_path, "model.safetensors")
-    with pytest.raises(ValueError, match="Linear"):
-        model_module.exported_files(nn.Linear(1, 1), {}, {})
-    with pytest.raises(ValueError, match="no family has model.qkv_bias together with"):
-        model_module.exported_files(build_model({"qkv_bias": True, "qk_norm": True}), {}, {})
 
 
-@pytest.mark.parametrize("family, more", [
-    ("Llama", {}), ("Llama", dict(tie_word_embeddings=True)), ("Llama", dict(head_dim=16)),
-    ("Llama", dict(rope_theta=5e5)),
-    ("Llama", dict(rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
-                                     high_freq_factor=4.0, original_max_position_embeddings=32))),
-    ("Qwen2", {}), ("Mistral", dict(sliding_window=None)), ("Mistral", dict(sliding_window=128)),
-    ("Qwen3", dict(head_dim=16)), ("Qwen3", dict(head_dim=8, tie_word_embeddings=True)),
-    ("Qwen3", dict(head_dim=12, num_key_value_heads=4))])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_models_come_in_and_go_out(tmp_path, family, more, dtype):
+def test_what_no_family_has_is_not_exported():
+    for model, says in ((nn.Linear(1, 1), "a Linear cannot be exported"),
+                        (build_model({"qkv_bias": True, "qk_norm": True}),
+                         "no family has model.qkv_bias together with model.qk_norm")):
+        with pytest.raises(ValueError, match=says):
+            model_module.exported_files(model, {}, {})
+
+
+@pytest.mark.parametrize("family, dtype, more", [
+    ("Llama", torch.float32, {}), ("Llama", torch.bfloat16, dict(tie_word_embeddings=True)),
+    ("Llama", torch.float32, dict(head_dim=16, rope_theta=5e5)),
+    ("Llama", torch.bfloat16, dict(rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32))),
+    ("Qwen2", torch.float32, {}), ("Mistral", torch.float32, dict(sliding_window=None)),
+    ("Mistral", torch.bfloat16, dict(sliding_window=128)),
+    ("Qwen3", torch.bfloat16, dict(head_dim=16)),
+    ("Qwen3", torch.float32, dict(head_dim=8, tie_word_embeddings=True)),
+    ("Qwen3", torch.float32, dict(head_dim=12, num_key_value_heads=4))])
+def test_transformers_models_come_in_and_go_out(tmp_path, family, dtype, more):
     transformers = pytest.importorskip("transformers", reason="an optional check")
     torch.manual_seed(0)
     theirs = getattr(transformers, family + "ForCausalLM")(getattr(transformers, family + "Config")(
@@ -669,7 +669,7 @@ def test_transformers_models_come_in_and_go_out(tmp_path, family, more, dtype):
         **{"num_key_value_heads": 2, **more})).eval()
     for p in theirs.parameters():
         nn.init.normal_(p, std=0.2)
-    theirs.to(getattr(torch, dtype)).save_pretrained(tmp_path / "in", max_shard_size="40KB")
+    theirs.to(dtype).save_pretrained(tmp_path / "in", max_shard_size="40KB")
     ours = start_from(tmp_path / "in")
     exported(ours, tmp_path / "out", source=tmp_path / "in")
     read = transformers.AutoModelForCausalLM.from_pretrained
