@@ -173,7 +173,7 @@ def test_help_begins_with_what_people_use_and_shows_every_key(capsys):
 # Kernels, chunks, checkpointing and torch.compile change neither loss nor gradients.
 # No device holds all logits, and a GPU computes in half precision.
 # A wrong setting, and a checkpoint that cannot be represented, is refused by name, in one line.
-# What is exported reads back as the same model, here and in transformers, with what its source says.
+# An export reads back as the same model, in transformers too. It keeps what its source says.
 
 
 def reference_llama(state, c, ids):
