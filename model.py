@@ -558,6 +558,21 @@ def load_pretrained(model, source: str):
         raise ValueError(f"model.init_from={source}: {min(missing)} is missing")
 
 
+def kept_of(source: str) -> tuple[dict, dict]:
+    """What an export keeps of the checkpoint where its training began: what KEPT names of its
+    config.json, and {name: bytes} of its generation_config.json."""
+    kept, generation = {}, {}
+    try:
+        with reading(source, "config.json") as file:
+            kept = {key: value for key, value in json.loads(file.read_bytes()).items()
+                    if key in KEPT and value is not None}
+        if file := find_file(source, "generation_config.json"):
+            generation = {file.name: file.read_bytes()}
+    except (ValueError, OSError) as e:  # it may be gone since
+        print(f"notice   the export keeps no settings of its source: {e}", flush=True)
+    return kept, generation
+
+
 def exported_files(model, files: dict, ids: dict, source: str = "") -> dict:
     """{name: bytes} that make a folder with model.safetensors a model of transformers. `files` and
     `ids`, of SPECIAL_IDS, are the tokenizer's. What KEPT names and generation_config.json come from
@@ -567,16 +582,7 @@ def exported_files(model, files: dict, ids: dict, source: str = "") -> dict:
     c, scaling = model.config, dict(zip(SCALING, model.config["rope_scaling"]))
     if c["qkv_bias"] and c["qk_norm"]:
         raise ValueError("no family has model.qkv_bias together with model.qk_norm")
-    kept = kept_files = {}
-    try:
-        if source:
-            with reading(source, "config.json") as file:
-                kept = {key: value for key, value in json.loads(file.read_bytes()).items()
-                        if key in KEPT and value is not None}
-            if file := find_file(source, "generation_config.json"):
-                kept_files = {file.name: file.read_bytes()}
-    except (ValueError, OSError) as e:  # it may be gone since
-        print(f"notice   the export keeps no settings of its source: {e}", flush=True)
+    kept, generation = kept_of(source) if source else ({}, {})
     family = "qwen2" if c["qkv_bias"] else "qwen3" if c["qk_norm"] else "llama"
     family = kept.get("model_type", family)
     config = {
@@ -589,10 +595,10 @@ def exported_files(model, files: dict, ids: dict, source: str = "") -> dict:
     if scaling["factor"] > 1:
         scaling[SCALING[3]] = int(scaling[SCALING[3]])      # tokens
         config["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    generation = {key: config[key] for key in SPECIAL_IDS if config[key] is not None}
-    if generation and not kept_files:
-        kept_files = {"generation_config.json": json.dumps(generation, indent=2).encode()}
-    return {"config.json": json.dumps(config, indent=2).encode(), **kept_files, **files}
+    tokens = {key: config[key] for key in SPECIAL_IDS if config[key] is not None}
+    if tokens and not generation:
+        generation = {"generation_config.json": json.dumps(tokens, indent=2).encode()}
+    return {"config.json": json.dumps(config, indent=2).encode(), **generation, **files}
 
 
 def export(model, folder: str, files: dict, shard_size: str = "5GB"):
