@@ -37,7 +37,7 @@ DEFAULTS = dict(
 
 # ---- the loss, without the logits
 
-CPU_LOGITS = 1 << 23  # logits held at once on a CPU: 32 MiB in fp32, whatever the vocabulary
+CPU_LOGITS = 1 << 25  # logits held at once on a CPU: 128 MiB in fp32, whatever the vocabulary
 
 
 def wide(x) -> torch.dtype:
@@ -45,9 +45,9 @@ def wide(x) -> torch.dtype:
 
 
 def rows_per_chunk(device: torch.device, vocab_size: int) -> int:
-    """How many rows of logits ChunkedCrossEntropy makes at once: few on a CPU, for its cache.
+    """How many rows of logits ChunkedCrossEntropy makes at once: few on a CPU, for its memory.
 
-    On a GPU each chunk reads the bf16 weights twice, writes and reads their bf16 gradient, and
+    Each chunk reads the bf16 weights twice, writes and reads their bf16 gradient, and
     reads and writes its fp32 sum: 16 V D bytes. Its three products are 6 rows V D operations. With
     F operations/s and B bytes/s the bytes take less than 5 % of the products' time if
     16 V D / B < 0.05 * 6 rows V D / F, or rows > 53 F / B. F / B is 153 on an A100 (8,200 rows),
@@ -115,16 +115,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 (grad_weight * scale).to(ctx.weight_dtype), None, None)
 
 # ---- kernels
-# On a GPU, and under torch.compile, plain torch is best. An eager CPU makes passes over memory.
-# Written out by hand these operations take half the time or less: a quarter of a training step.
+# On a GPU plain torch is best. An eager CPU makes passes over memory: written out by hand these
+# operations take half the time or less, a quarter of a training step. torch.compile fuses the
+# passes of norms and rotations by itself, but not those of attention.
 
 SMALL = 1 << 13  # numbers below which the calls cost more than the passes (a single token)
+ROWS = 128       # queries that attention takes at once
+LONGEST = 1024   # for longer T its probabilities cost more memory than they save time
 
 
 def plain(x) -> bool:
     """Is torch's own operation the faster one for x?"""
     few = x.numel() < SMALL and not torch.is_grad_enabled()
-    return x.device.type != "cpu" or torch.compiler.is_compiling() or few
+    return x.device.type != "cpu" or few
 
 
 class CPUNorm(torch.autograd.Function):
@@ -167,16 +170,13 @@ class CPURotate(torch.autograd.Function):
 class CPUAttention(torch.autograd.Function):
     """Causal attention over (B * H, T, D), ROWS queries at a time. These need no keys right of the
     diagonal: half of the work. Backward needs the probabilities, T * T / 2 numbers a head."""
-    ROWS = 64
-    LONGEST = 1024  # for longer T the probabilities cost more memory than they save time
-
     @staticmethod
     def forward(ctx, q, k, v):
         T, D = q.shape[-2:]
         out, probs = torch.empty_like(q), []
-        future = torch.ones(CPUAttention.ROWS, CPUAttention.ROWS, dtype=torch.bool).triu(1)
-        for s in range(0, T, CPUAttention.ROWS):
-            e = min(s + CPUAttention.ROWS, T)
+        future = torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1)
+        for s in range(0, T, ROWS):
+            e = min(s + ROWS, T)
             p = scaled_bmm(q[:, s:e], k[:, :e].transpose(1, 2), D ** -0.5)        # (B * H, rows, e)
             p[:, :, s:].masked_fill_(future[:e - s, :e - s], -math.inf)  # the block on the diagonal
             probs.append(torch.softmax(p, dim=-1))
@@ -189,7 +189,7 @@ class CPUAttention(torch.autograd.Function):
         q, k, v, *probs = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for s, p in zip(range(0, q.shape[1], CPUAttention.ROWS), probs):
+        for s, p in zip(range(0, q.shape[1], ROWS), probs):
             e, g = p.shape[2], grad[:, s:p.shape[2]]                              # (B * H, rows, D)
             dv[:, :e] += p.transpose(1, 2) @ g
             ds = torch.ops.aten._softmax_backward_data(g @ v[:, :e].transpose(1, 2), p, -1, p.dtype)
@@ -206,10 +206,10 @@ def scaled_bmm(a, b, scale):
 def apply_rope(x, cos, sin):
     """Rotate the pairs (i, i + D / 2) of x (B, H, T, D); cos and sin are (T, D / 2)."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    if not plain(x):
-        return CPURotate.apply(x, cos, sin)
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    if plain(x) or torch.compiler.is_compiling():
+        x1, x2 = x.chunk(2, dim=-1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    return CPURotate.apply(x, cos, sin)
 
 
 def attend(q, k, v, mask):
@@ -219,7 +219,9 @@ def attend(q, k, v, mask):
     if repeat > 1:
         k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     causal = mask is None and q.shape[2] > 1
-    if plain(q) or not causal or q.shape[2] > CPUAttention.LONGEST:
+    # the loop over blocks is unrolled by torch.compile: a long one would take minutes to compile
+    longest = 2 * ROWS if torch.compiler.is_compiling() else LONGEST
+    if plain(q) or not causal or q.shape[2] > longest:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     return CPUAttention.apply(*(t.flatten(0, 1) for t in (q, k, v))).view_as(q)
 
@@ -229,10 +231,10 @@ def attend(q, k, v, mask):
 class RMSNorm(nn.RMSNorm):
     def forward(self, x):
         weight = self.weight.to(x.dtype)
-        if not plain(x):
-            return CPUNorm.apply(x, weight, self.eps)
-        # keep: autocast on a GPU lets rms_norm return fp32, and the loss would be fp32 products
-        return F.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)
+        if plain(x) or torch.compiler.is_compiling():
+            # keep: autocast on a GPU lets rms_norm return fp32, and the loss would be fp32 products
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)
+        return CPUNorm.apply(x, weight, self.eps)
 
 
 class Attention(nn.Module):
