@@ -41,6 +41,7 @@ import functools
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import math
 import os
@@ -52,11 +53,12 @@ import statistics
 import tempfile
 import threading
 import time
+import typing
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 from urllib.parse import quote, urlsplit
 
 import torch
@@ -400,17 +402,35 @@ def check_value(name: str, value, kind):
         raise ValueError(f"{name}={str(value)[:40]!r}: wants a plausible {kind.__name__}")
 
 
+def read_value(name: str, value, kind):
+    """The value of an annotated type, from JSON. Raises ValueError if it is of another."""
+    if dataclasses.is_dataclass(kind):
+        return read_record(kind, value)
+    parts = typing.get_args(kind)
+    if typing.is_typeddict(kind):
+        check_value(name, value, dict)
+        return {key: read_value(f"{name}.{key}", value.get(key), part)
+                for key, part in kind.__annotations__.items()}
+    if typing.get_origin(kind) is tuple:        # JSON has lists only
+        check_value(name, value, list)
+        if len(value) != len(parts):
+            raise ValueError(f"{name} has {len(value)} parts, not {len(parts)}")
+        return [read_value(name, v, part) for v, part in zip(value, parts)]
+    check_value(name, value, typing.get_origin(kind) or kind)
+    if parts and isinstance(value, dict):
+        return {key: read_value(f"{name}.{key}", v, parts[1]) for key, v in value.items()}
+    return [read_value(name, v, *parts) for v in value] if parts else value
+
+
 def read_record(kind, values: dict):
-    """The record of these values. What it does not know is left out, what is missing has its
-    default. Raises ValueError for a value of the wrong type, or one that has no default."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(values)[:40]} is no {kind.__name__}")
+    """The dataclass of these values: what it does not know is left out, what is missing has its
+    default. Raises ValueError for a wrong type, or where there is no default."""
+    check_value(kind.__name__, values, dict)
     known = {}
     for item in dataclasses.fields(kind):
-        if item.name in values:
-            known[item.name] = values[item.name]
-            if values[item.name] is not None or item.default is not None:
-                check_value(item.name, values[item.name], item.type)
+        empty = values.get(item.name) is None and item.default is None
+        if item.name in values and not empty:
+            known[item.name] = read_value(item.name, values[item.name], item.type)
     try:
         return kind(**known)
     except TypeError as e:      # it names what is missing
@@ -424,12 +444,11 @@ def read_header(kind, header: dict, **others):
     try:
         for item in dataclasses.fields(kind):
             text = header.get(item.name)
-            if item.type is bool:
-                values[item.name] = text == "True"
-            elif item.type in (str, int, float) and text is not None:
-                values[item.name] = item.type(text)
-                if len(text) > 99:
-                    raise ValueError(f"{item.name} is {text[:40]}")
+            if text is None or item.name in others:
+                continue
+            if len(text) > 99:
+                raise ValueError(f"{item.name} is {text[:40]}")
+            values[item.name] = text == "True" if item.type is bool else item.type(text)
         return read_record(kind, {**values, **others})
     except ValueError as e:
         raise ValueError(f"the header lacks something: {e}") from None
@@ -493,16 +512,6 @@ def link(source: Path, to: Path):
         shutil.copy2(source, to)        # with its time, by which a change is noticed
 
 
-def sync(folder: Path):
-    """Have the names in a folder on the disk."""
-    with contextlib.suppress(OSError):      # not every system and file system can do that
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-
-
 @dataclass
 class Entry:
     """A file of a FolderTransport."""
@@ -515,29 +524,27 @@ class Entry:
 class Index:
     """One version of a FolderTransport: the content of .hub/index.json."""
     version: int = 0
-    files: dict = field(default_factory=dict)       # {path: Entry}
-    stale: list = field(default_factory=list)       # paths that the visible files do not show yet
-
-    @classmethod
-    def parse(cls, content: bytes):
-        """Raises ValueError if this is no index, Refused if it names a path outside the hub."""
-        try:
-            index = read_record(cls, json.loads(content))
-            index.files = {path: read_record(Entry, e) for path, e in index.files.items()}
-            outside = [path for path in [*index.files, *index.stale] if not inside(path)]
-        except (AttributeError, RecursionError) as e:
-            raise ValueError(str(e)) from e
-        if outside:
-            raise Refused(f"index.json names {outside[0][:80]!r}, which is no file of this hub. "
-                          f"Somebody has tampered with it: delete it, and the next master or "
-                          f"worker goes on with the files that are there")
-        for digest in index.hashes().values():
-            if not re.fullmatch("[0-9a-f]{64}", digest):
-                raise ValueError(f"{digest[:80]} is no hash")
-        return index
+    files: dict[str, Entry] = field(default_factory=dict)       # by path
+    stale: list[str] = field(default_factory=list)  # paths that the visible files do not show yet
 
     def hashes(self) -> dict:
         return {path: entry.sha256 for path, entry in self.files.items()}
+
+
+@functools.lru_cache(4)     # a look costs no parsing while nothing has changed
+def parse_index(content: bytes) -> Index:
+    """Raises ValueError if this is no index, or if it names anything outside the hub."""
+    try:
+        index = read_record(Index, json.loads(content))
+    except RecursionError as e:
+        raise ValueError(str(e)) from e
+    for path in [*index.files, *index.stale]:
+        if not inside(path):
+            raise ValueError(f"{path[:80]!r} is no file of this hub")
+    for digest in index.hashes().values():
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"{digest[:80]} is no hash")
+    return index
 
 
 class FolderTransport:
@@ -553,11 +560,11 @@ class FolderTransport:
 
     The visible files may be changed by hand: a file put, edited or deleted in global/ or nodes/, a
     README.md, any file that a commit has brought. That counts as a commit. It is noticed by size
-    and time, when somebody who may write reads, lists or commits. A folder without an index, as
-    the first edition left it, is taken over in the same way.
+    and time, when somebody who may write reads, lists or commits. Without an index that can be
+    read, the visible files are the newest version.
 
-    There is no history: read answers with the newest version, and so does a fetch without a tag.
-    No link is followed, and no name that is read from the disk leads out of the folder.
+    There is no history: all verbs answer with the newest version. No link is followed, and no name
+    that is read from the disk leads out of the folder.
     """
     least_poll, limited = 0.02, False       # seconds between looks; whether commits are counted
 
@@ -566,7 +573,6 @@ class FolderTransport:
         self.own = self.root / ".hub"
         self.objects, self.new = self.own / "objects", self.own / "new"
         self.lock = FileLock(self.own / "lock")
-        self.parsed = b"", None             # the content of index.json, and its Index
 
     @contextlib.contextmanager
     def errors(self):
@@ -593,66 +599,67 @@ class FolderTransport:
 
     # the index
 
-    def load(self):
-        """The index; None if there is none, or if it cannot be read. Raises Refused if it names
-        a path outside the hub."""
-        file, (before, index) = self.own / "index.json", self.parsed
-        content = file.read_bytes() if is_file(file) else b""
-        if content != before:
-            try:
-                index = Index.parse(content)
-            except ValueError:
-                return None
-            self.parsed = content, index        # both at once: there may be two threads
-        return index
+    def load(self) -> Index | None:
+        """The index; None if there is none that can be read."""
+        file = self.own / "index.json"
+        try:
+            return parse_index(file.read_bytes()) if is_file(file) else None
+        except ValueError:
+            return None
 
     def now(self) -> Index:
-        """The newest version, with what people have done by hand. That is written down if we may
-        write; only then is the lock needed."""
-        index = self.load()
-        found = self.by_hand(index or Index())
-        if (found != index or found.stale) and os.access(self.own, os.W_OK):
-            with self.locked():
-                return self.settle()
-        return index or found
+        """The newest version, with what people have done by hand, if we may write that down. Only
+        then is the lock needed."""
+        index = self.load() or Index()
+        if self.by_hand(index) == index and not index.stale:
+            return index
+        if index.version and not os.access(self.own, os.W_OK):
+            return index
+        with self.locked():
+            return self.settle()
 
     def settle(self) -> Index:
         """With the lock: finish what a killed process has begun, take in what people have done by
         hand. Returns the newest version."""
         index = self.load()
+        if index is None:
+            if os.path.lexists(self.own / "index.json"):
+                write_line(f"notice   {self.own / 'index.json'} cannot be read: going on with the "
+                           f"files that are there")
+            index = Index()
         # keep: first this. Until its files are shown, a commit that was cut off looks like a change
         # by hand that takes it back
-        if index and index.stale:
+        if index.stale:
             return self.show(index)
-        if index is None and os.path.lexists(self.own / "index.json"):
-            write_line(f"notice   {self.own / 'index.json'} cannot be read: going on with the "
-                       f"files that are there")
-        found = self.by_hand(index or Index())
-        if found == index or not (index or found.files):
-            return found
+        found = self.by_hand(index)
+        if found == index:
+            return index
         for path, entry in found.files.items():
             if not is_file(self.objects / entry.sha256):
                 link(self.root / path, self.fresh())
                 self.put(f".hub/objects/{entry.sha256}")
-        self.save(found)
-        self.clean(found)
-        return found
+        return self.save(found)
 
-    def save(self, index: Index):
-        """Make a version, whose objects are there, the newest one."""
-        sync(self.objects)
+    def save(self, index: Index) -> Index:
+        """Make a version, whose objects are there, the newest one. Other objects go, and so does
+        what a kill has left."""
         self.write(json.dumps(dataclasses.asdict(index)).encode())
         self.put(".hub/index.json")
-        sync(self.own)
+        needed = {"index.json", "lock", *index.hashes().values()}
+        for file in [*self.own.iterdir(), *self.objects.iterdir()]:
+            if file.name not in needed and not file.name.startswith("aside_"):
+                with contextlib.suppress(OSError):      # a folder; what cannot be removed
+                    file.unlink()
+        return index
 
     # the visible files
 
-    def visible(self, files) -> dict:
-        """{path: (size, mtime)} of the visible files that count. `files`: the known paths."""
+    def visible(self, known) -> dict:
+        """{path: (size, mtime)} of the visible files that count; `known`: paths of the hub."""
         def failed(error):
             if not isinstance(error, FileNotFoundError):    # it may go while it is looked at
                 raise error
-        tops = {"global", "nodes", PAGE, *(path.split("/")[0] for path in files)}
+        tops = {"global", "nodes", PAGE, *(path.split("/")[0] for path in known)}
         found = {}
         for folder, folders, names in os.walk(self.root, onerror=failed):
             if folder == str(self.root):
@@ -668,8 +675,8 @@ class FolderTransport:
 
     def by_hand(self, index: Index) -> Index:
         """The version that people have made of this one, by what they did to the visible files."""
-        there, files = self.visible(index.files), {}
-        for path, (size, mtime) in there.items():
+        files = {}
+        for path, (size, mtime) in self.visible(index.files).items():
             entry = index.files.get(path)
             if entry and (size, mtime) == (entry.size, entry.mtime):
                 files[path] = entry
@@ -685,16 +692,13 @@ class FolderTransport:
 
     def show(self, index: Index) -> Index:
         """Bring the visible files up to date. Returns the index that says so."""
-        stale, there = set(index.stale), self.visible([*index.files, *index.stale])
-        for path in (stale & there.keys()) - index.files.keys():
+        for path in set(index.stale) - index.files.keys():
+            self.make_way(path)
             (self.root / path).unlink(missing_ok=True)
-        for path in stale & index.files.keys():
+        for path in set(index.stale) & index.files.keys():
             link(self.objects / index.files[path].sha256, self.fresh())
             self.put(path)
-        index = dataclasses.replace(index, stale=[])
-        self.save(index)
-        self.clean(index)
-        return index
+        return self.save(dataclasses.replace(index, stale=[]))
 
     # writing: a file is made whole as .hub/new, and then moved to its place
 
@@ -731,21 +735,9 @@ class FolderTransport:
     def store(self, content) -> Entry:
         """Keep bytes, or a copy of a file, as an object."""
         self.write(content)
-        digest = sha256(self.new)
-        kept = self.objects / digest
-        if not (is_file(kept) and matches_hash(kept, digest)):
-            self.put(f".hub/objects/{digest}")
-        status = kept.stat()
+        digest, status = sha256(self.new), self.new.stat()
+        self.put(f".hub/objects/{digest}")
         return Entry(digest, status.st_size, status.st_mtime)
-
-    def clean(self, index: Index):
-        """Remove the objects that this version does not need, and what the first edition or a kill
-        has left."""
-        needed = {"index.json", "lock", *index.hashes().values()}
-        for file in [*self.own.iterdir(), *self.objects.iterdir()]:
-            if file.name not in needed and not file.name.startswith("aside_"):
-                with contextlib.suppress(OSError):      # a folder; what cannot be removed
-                    file.unlink()
 
     # the verbs
 
@@ -754,41 +746,32 @@ class FolderTransport:
             index = self.now()
         return str(index.version), index.hashes().get(STEP, "")
 
-    def where(self, path: str, entry: Entry) -> Path:
-        """A file with the content of an entry: its object, or the visible file of a folder that has
-        no objects."""
-        kept = self.objects / entry.sha256
-        return kept if is_file(kept) else self.root / path
-
     def read(self, path: str, version=None):
         with self.errors():
             index = self.now()
             if path not in index.files:
                 return str(index.version), None
-            entry = index.files[path]
-            file = self.where(path, entry)
-            content = file.read_bytes() if is_file(file) else b""
-            if matches_hash(content, entry.sha256):
+            digest = index.files[path].sha256
+            kept = self.objects / digest
+            content = kept.read_bytes() if is_file(kept) else b""
+            if matches_hash(content, digest):
                 return str(index.version), content
             if self.now() != index:         # a commit has come between
                 return self.read(path)
-            raise Refused(f"{file} is damaged: it is not what the hub holds. Delete "
+            raise Refused(f"{kept} is damaged: it is not what the hub holds. Delete "
                           f"{self.root / path}, or put a sound file there")
 
     def fetch(self, path: str, version, to: Path, tag: str = ""):
         with self.errors():
-            to.parent.mkdir(parents=True, exist_ok=True)
-            # keep: a tag may come from a file of somebody else, and only a hash is a name here
-            file = self.objects / tag
-            if not (re.fullmatch("[0-9a-f]{64}", tag) and is_file(file)):
-                entry = self.now().files.get(path)
-                if entry is None:
-                    raise FileNotFoundError(f"{self.root / path} is gone")
-                file, tag = self.where(path, entry), tag or entry.sha256
-            link(file, to)
-            if not matches_hash(to, tag):       # replaced since the state was read, or damaged
-                to.unlink()
+            entry = self.now().files.get(path)
+            if entry is None:
+                raise FileNotFoundError(f"{self.root / path} is gone")
+            kept = self.objects / entry.sha256
+            if not (is_file(kept) and matches_hash(kept, tag or entry.sha256)):
+                # replaced since the state was read, or damaged
                 raise Unavailable(f"{self.root / path} is not what {STEP} says")
+            to.parent.mkdir(parents=True, exist_ok=True)
+            link(kept, to)
 
     def list(self, prefix: str, version=None):
         folder = prefix.rstrip("/") + "/" if prefix else ""
@@ -805,23 +788,12 @@ class FolderTransport:
             index = self.settle()
             if expect is not None and str(index.version) != expect:
                 raise Conflict(f"{self.root} is at {index.version}, not {expect}")
-            index = self.next_index(index, add, delete)
-            self.save(index)            # from here on it is made
-            self.show(index)
+            stored = {content: self.store(content) for content in set(add.values())}
+            files = {path: entry for path, entry in index.files.items() if path not in delete}
+            files |= {path: stored[content] for path, content in add.items()}
+            index = Index(index.version + 1, files, [*delete, *add])
+            self.show(self.save(index))     # once it is saved, the commit is made
             return str(index.version)
-
-    def next_index(self, index: Index, add: dict, delete) -> Index:
-        """The version that follows, its objects in place."""
-        stored = {}                     # one file under two names is copied once
-        for content in add.values():
-            if content not in stored:
-                stored[content] = self.store(content)
-        # a file takes the place of a folder of the same name, and the other way round
-        gone = {path for path in index.files if path in delete or any(
-            path.startswith(new + "/") or new.startswith(path + "/") for new in add)}
-        files = {path: entry for path, entry in index.files.items() if path not in gone}
-        files |= {path: stored[content] for path, content in add.items()}
-        return Index(index.version + 1, files, sorted(gone.union(delete, add)))
 
     def squash(self):
         """A folder keeps no history."""
@@ -1287,6 +1259,20 @@ class Delta:
         return decode_piece(self.stored, name, rows, self.codec, self.shapes[name])
 
 
+class Published(TypedDict):
+    """A file of the global model."""
+    sha256: str
+    size: int                   # bytes
+
+
+class Refusal(TypedDict):
+    """A delta that was not merged."""
+    number: int                 # counts the refusals of a node
+    local_step: int
+    reason: str
+    restart: bool               # the node starts again from the global model
+
+
 @dataclass
 class NodeState:
     """What the master has recorded of a node. Only the master writes it."""
@@ -1295,7 +1281,7 @@ class NodeState:
     local_step: int = 0         # up to here its work is merged, or reported lost
     steps: int = 0              # merged
     lost: int = 0               # steps that never came, or were refused
-    gaps: list = field(default_factory=list)    # [after, up to]: lost, may come again
+    gaps: list[tuple[int, int]] = field(default_factory=list)   # after, up to: lost, may come again
     tokens: int = 0             # merged
     loss: float = None          # training loss of its newest delta
     norm: float = 0.0           # of its newest delta, after scaling
@@ -1307,7 +1293,7 @@ class NodeState:
     last_seen: float = 0.0      # when the master had its newest delta, Unix time
     above: int = 0              # deltas in a row whose loss was far above the swarm's
     refusals: int = 0           # of its deltas, ever
-    refused: list = field(default_factory=list)     # the newest of these, with reasons
+    refused: list[Refusal] = field(default_factory=list)    # the newest of these
 
 
 @dataclass
@@ -1316,10 +1302,10 @@ class SwarmState:
     run_id: str
     outer_step: int = 0
     keyframe: int = 0           # the outer step of global/latest.safetensors
-    files: dict = field(default_factory=dict)       # {path: {"sha256", "size"}}
-    nodes: dict = field(default_factory=dict)       # {node ID: NodeState}
+    files: dict[str, Published] = field(default_factory=dict)
+    nodes: dict[str, NodeState] = field(default_factory=dict)
     config: dict = field(default_factory=dict)      # settings for the workers
-    buffers: list = field(default_factory=list)     # averaged, without momentum
+    buffers: list[str] = field(default_factory=list)    # averaged, without momentum
     progress: int = 0           # mean local step of the nodes: where a joining node begins
     momentum: float = 0.0       # mu of the coming round
     outer_lr: float = 0.7       # of the coming round
@@ -1328,30 +1314,17 @@ class SwarmState:
     master: str = ""            # changes when another master takes over
     published: float = 0.0      # Unix time at the master
     bucket: str = ""            # holds what IN_BUCKET names; empty: all is in the repository
-    commits: list = field(default_factory=list)     # Unix times of the last two hours
+    commits: list[float] = field(default_factory=list)  # Unix times of the last two hours
     committed: int = 0          # bytes since the history was squashed
     strange: int = 0            # files below nodes/ that were no deltas, deleted
-    former: dict = field(default_factory=dict)      # sums over nodes that have left
-    curve: list = field(default_factory=list)   # [outer step, step, loss, norm, nodes]
-    val: list = field(default_factory=list)     # [outer step, step, validation loss]
+    former: dict[str, int] = field(default_factory=dict)    # sums over nodes that have left
+    # outer step, step, training loss, norm of the update, names of the nodes
+    curve: list[tuple[int, int, float, float, str]] = field(default_factory=list)
+    # outer step, step, validation loss
+    val: list[tuple[int, int, float]] = field(default_factory=list)
 
     def content(self) -> bytes:
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
-
-
-@dataclass
-class Published:
-    """A file of the global model."""
-    sha256: str
-    size: int                   # bytes
-
-
-@dataclass
-class Refusal:
-    number: int                 # counts the refusals of a node
-    local_step: int             # of the refused delta
-    reason: str
-    restart: bool = False       # the node starts again from the global model
 
 
 RECOVER = ("put back a version of it from the repository's history; or empty global/, if what was "
@@ -1362,22 +1335,12 @@ def parse_state(content: bytes) -> SwarmState:
     """The published state. Raises Refused where there is none."""
     try:
         state = read_record(SwarmState, json.loads(content))
-        state.nodes = {node: read_record(NodeState, entry) for node, entry in state.nodes.items()}
-        for entry in state.nodes.values():
-            for refusal in entry.refused:
-                read_record(Refusal, refusal)
-            for after, up_to in entry.gaps:
-                after + up_to
-        for path in [WEIGHTS, MOMENTUM, *state.files]:
-            read_record(Published, state.files[path])
-        for path in updates_after(state.keyframe, state):
+        for path in itertools.chain([WEIGHTS, MOMENTUM], updates_after(state.keyframe, state)):
             state.files[path]
-        for outer_step, step, loss, *_ in [*state.curve, *state.val]:
-            outer_step + step + loss
         if not (0 <= state.momentum < 1 and state.outer_lr > 0 and 0 < state.part <= 1):
             raise ValueError(f"momentum is {state.momentum}, outer_lr {state.outer_lr}")
         return state
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    except (ValueError, KeyError, RecursionError) as e:
         raise Refused(f"{STEP} is not what a master of this program writes "
                       f"({type(e).__name__} {str(e)[:60]}): {RECOVER}") from None
 
@@ -1760,8 +1723,9 @@ class Ledger:
         entry = self.nodes.get(node)
         if entry:
             entry.refusals += 1
-            refusal = Refusal(entry.refusals, local_step, reason, restart)
-            entry.refused = [*entry.refused[-19:], dataclasses.asdict(refusal)]
+            refusal = Refusal(number=entry.refusals, local_step=local_step, reason=reason,
+                              restart=restart)
+            entry.refused = [*entry.refused[-19:], refusal]
 
     def limit_norms(self, deltas: list, norms: list, weights_norm: float):
         """Scale outsized deltas down: to max_norm_ratio medians of the NODES' norms, so that no

@@ -4368,10 +4368,10 @@ def test_pieces_of_a_tensor_are_coded_like_the_whole(monkeypatch):
 # - a commit that is killed anywhere is made or not, and whoever comes next sees one version whole
 # - what people do to the visible files counts as a commit; what stands in a file's way is put aside
 # - no link is followed, and no name read from the disk leads out of the folder
-# - a damaged index, a folder of the first edition, one without hard links or rights: it goes on
+# - with a damaged index, without hard links or the right to write: it goes on
 # - processes that write at once lose nothing; a full disk leaves the version before
 
-STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "open", "scandir", "lstat"]
+STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "scandir", "lstat"]
 
 
 def shown(root):
@@ -4384,30 +4384,35 @@ def paths(hub, prefix=""):
     return [path for path, _, _ in hub.list(prefix)]
 
 
-@pytest.mark.parametrize("call", STEPS)
-def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
-    """From its n-th call on, os.<call> is not done. Nothing is left over, and nothing of the killed
-    commit is taken for a change by hand."""
+def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch):
+    """From the n-th of these calls on, nothing is done. Nothing is left over, and nothing of the
+    killed commit is taken for a change by hand."""
     old = {"a": b"old", "nodes/x/b": b"old", "nodes/x/gone": b"gone", "twin": b"old"}
     new = {"a": b"new", "nodes/x/b": b"new", "nodes/y/c": b"more", "twin": b"old"}
-    file, real, left = tmp_path / "more", getattr(os, call), 0
+    file, left = tmp_path / "more", 0
     file.write_bytes(b"more")
 
-    def dies(*args, **kwargs):
-        nonlocal left
-        left -= 1
-        if left <= 0:
-            raise Stop
-        return real(*args, **kwargs)
-    for n in range(1, 200):
-        root, left = tmp_path / f"{call}{n}", n
+    def mortal(real):
+        def dies(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                raise Stop
+            return real(*args, **kwargs)
+        return dies
+    seen = set()
+    for n in itertools.count(1):
+        root = tmp_path / str(n)
         hub = diloco.FolderTransport(root)
         hub.commit(old)
+        left = n
         with monkeypatch.context() as m, contextlib.suppress(Stop):
-            m.setattr(os, call, dies)
+            for call in STEPS:
+                m.setattr(os, call, mortal(getattr(os, call)))
             hub.commit({"a": b"new", "nodes/x/b": b"new", "nodes/y/c": file}, ["nodes/x/gone"])
         again = diloco.FolderTransport(root)
         version, _ = again.read("a")
+        seen.add(version)
         want = {"1": old, "2": new}[version]
         assert all(again.read(path) == (version, content) for path, content in want.items())
         assert paths(again) == sorted(want) and shown(root) == want
@@ -4417,7 +4422,7 @@ def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
         assert len(os.listdir(root / ".hub/objects")) == len({*want.values(), b"next"})
         if left > 0:
             break
-    assert n > 1 or call == "rename"
+    assert seen == {"1", "2"} and n > 50
 
 
 def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path):
@@ -4459,8 +4464,8 @@ def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path):
     with pytest.raises(diloco.Refused, match="is damaged"):
         folder.read(path)
     with pytest.raises(diloco.Unavailable, match="is not what"):
-        folder.fetch(path, None, tmp_path / "to", tag)
-    assert not (tmp_path / "to").exists()
+        folder.fetch(path, None, tmp_path / "damaged", tag)
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypatch):
@@ -4482,54 +4487,44 @@ def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypa
     assert (tmp_path / "to").read_bytes() == b"weights"
 
 
-@pytest.mark.parametrize("bad", ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim",
-                                 "nodes\\..\\victim", ".hub/lock", ".HUB/lock", "nodes//x", "./x",
-                                 "nodes/..", "", "a\nb", "x" * 300, "nodes/x. /y"])
-def test_no_name_read_from_the_disk_leads_out_of_the_folder(folder, tmp_path, bad):
-    victim, index = tmp_path / "victim", folder.own / "index.json"
+BAD_PATHS = ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim", "nodes\\..\\victim",
+             ".hub/lock", ".HUB/lock", "nodes//x", "./x", "nodes/..", "", "a\nb", "x" * 300,
+             "nodes/x. /y"]
+ENTRY = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
+
+
+@pytest.mark.parametrize("bad", [
+    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", {"version": -1}, {"version": "1"},
+    {"version": 1.5}, {"files": {"a": 1}}, {"stale": [5]},
+    *[{"files": {"a": {**ENTRY, **wrong}}} for wrong in (
+        {"sha256": "../../victim"}, {"sha256": 5}, {"mtime": None})],
+    *[{"files": {path: ENTRY}} for path in BAD_PATHS], *[{"stale": [path]} for path in BAD_PATHS]])
+def test_a_bad_index_is_made_again_from_the_files_that_are_there(folder, capsys, tmp_path, bad):
+    """Also one that names something outside the folder: nothing there is touched."""
+    victim = tmp_path / "victim"
     victim.write_text("precious")
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    good = index.read_bytes()
-    entry = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
-    for hostile in ({"version": 1, "files": {bad: entry}}, {"version": 1, "stale": [bad]}):
-        index.write_text(json.dumps(hostile))
-        for work in (folder.head, lambda: folder.read(diloco.STEP), lambda: folder.list(""),
-                     lambda: folder.fetch("nodes/a/x", None, tmp_path / "to"),
-                     lambda: folder.commit({"x": b""}), lambda: diloco.status(folder)):
-            with pytest.raises(diloco.Refused, match="tampered") as e:
-                work()
-            assert "\n" not in str(e.value) and "index.json" in str(e.value)
-    for add, delete in ({bad: b""}, ()), ({f"{bad}/x": b""}, ()), ({}, [bad]):
-        with pytest.raises(diloco.Refused, match="no path in the repository"):
-            folder.commit(add, delete)
-    index.unlink()
-    assert folder.read(diloco.STEP)[1] == b"{}"
-    index.write_bytes(good)
-    # a hash that comes from a file of somebody else is no path either
-    for tag in ("../../../victim", str(victim)):
-        with pytest.raises(diloco.Unavailable):
-            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
-    assert victim.read_text() == "precious"
-
-
-ENTRY = b'{"version": 1, "files": {"a": {"sha256": %s, "size": 1, "mtime": %s}}}'
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", b'{"version": -1}',
-    b'{"version": "1"}', b'{"version": 1.5}', b'{"version": 1, "files": {"a": 1}}',
-    ENTRY % (b'"x"', b"1"), ENTRY % (b"5", b"1"), ENTRY % (b'"%s"' % (b"a" * 64), b"null"),
-    b'{"version": 1, "stale": [5]}'])
-def test_a_damaged_index_is_made_again_from_the_files_that_are_there(folder, capsys, content):
     folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1", "config.json": b"2"})
     before = shown(folder.root)
-    (folder.own / "index.json").write_bytes(content)
+    (folder.root / ".hub/index.json").write_bytes(
+        bad if isinstance(bad, bytes) else json.dumps({"version": 1, **bad}).encode())
     again = diloco.FolderTransport(folder.root)
     assert again.read(diloco.STEP)[1] == b"{}" and "cannot be read" in capsys.readouterr().out
     assert paths(again, "nodes/") == ["nodes/a/x"]
     version, _ = again.head()
     assert again.commit({"config.json": b"3"}, expect=version) == str(int(version) + 1)
     assert shown(folder.root) == {**before, "config.json": b"3"}
+    assert victim.read_text() == "precious"
+
+
+def test_no_path_leads_out_of_the_folder(folder, tmp_path):
+    for bad in BAD_PATHS:
+        for add, delete in ({bad: b""}, ()), ({f"{bad}/x": b""}, ()), ({}, [bad]):
+            with pytest.raises(diloco.Refused, match="no path in the repository"):
+                folder.commit(add, delete)
+    folder.commit({diloco.STEP: b"{}"})
+    for tag in ("../../../victim", str(tmp_path)):      # it comes from a file of somebody else
+        with pytest.raises(diloco.Unavailable):
+            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
 
 
 def test_what_is_in_the_way_blocks_nobody(folder, capsys):
@@ -4544,12 +4539,12 @@ def test_what_is_in_the_way_blocks_nobody(folder, capsys):
     (root / "nodes/a").write_text("a file where a folder has to be")
     folder.commit({path: b"2"})
     assert folder.read(path)[1] == b"2" == (root / path).read_bytes()
-    folder.commit({"nodes/a": b"3"})            # and the other way round
-    assert shown(root)["nodes/a"] == b"3" and paths(folder) == ["nodes/a"]
+    assert paths(folder) == [path]
 
 
 def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
     outside, root, path = tmp_path / "outside", folder.root, "nodes/b/delta_1.safetensors"
+    own = root / ".hub"
     outside.mkdir()
     (outside / "delta_1.safetensors").write_text("precious")
     (root / "nodes").mkdir(parents=True)
@@ -4561,17 +4556,17 @@ def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
         folder.commit({path: b"4", diloco.STEP: b"{}", "README.md": b"page"})
         folder.commit({}, [path, "README.md"])
     for name in ("new", "index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
-        victim = folder.own / name
+        victim = own / name
         victim.unlink(missing_ok=True)
         victim.symlink_to(outside / "delta_1.safetensors")
         assert folder.commit({"x": b"5"})
         victim.unlink(missing_ok=True)
         victim.mkdir()
         assert folder.commit({"x": b"5"}) and folder.read("x")[1] == b"5"
-    (folder.own / "index.json").unlink()
-    os.mkfifo(folder.own / "index.json")        # a reader of it would wait for ever
-    (folder.own / "objects/junk").mkdir()
-    (folder.own / "junk").symlink_to(outside)
+    (own / "index.json").unlink()
+    os.mkfifo(own / "index.json")        # a reader of it would wait for ever
+    (own / "objects/junk").mkdir()
+    (own / "junk").symlink_to(outside)
     assert folder.commit({"x": b"6"}) and folder.read("x")[1] == b"6"
     assert [f.read_text() for f in outside.iterdir()] == ["precious"]
 
@@ -4579,20 +4574,13 @@ def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
 @pytest.mark.parametrize("name", [".hub", ".hub/objects", ".hub/lock"])
 def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(folder, tmp_path, name):
     outside, place = tmp_path / "outside", folder.root / name
-    if name == ".hub/lock":
-        outside.write_text("precious")
-    else:
-        outside.mkdir()
     place.parent.mkdir(parents=True)
     place.symlink_to(outside)
     with pytest.raises(diloco.Refused, match="is a link"):
         folder.commit({"x": b"1"})
-    assert outside.is_dir() and not any(outside.iterdir()) or outside.read_text() == "precious"
+    assert not outside.exists()
     place.unlink()
-    if name == ".hub/lock":
-        place.mkdir()
-    else:
-        place.write_text("a file")
+    place.mkdir() if name == ".hub/lock" else place.write_text("a file")
     with pytest.raises(diloco.Refused) as e:
         folder.commit({"x": b"1"})
     assert str(place) in str(e.value) and "\n" not in str(e.value)
@@ -4603,55 +4591,25 @@ def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(fold
             getattr(hub, verb)(*args)
 
 
-def test_a_folder_of_the_first_edition_is_taken_over(folder, tmp_path):
-    root, victim, delta = folder.root, tmp_path / "victim", "nodes/a/delta_1.safetensors"
-    victim.write_text("precious")
-    redo = json.dumps({"version": "13", "add": {"../victim": "staged_0"}, "delete": ["../victim"]})
-    for path, content in {diloco.STEP: b"{}", delta: b"1", "README.md": b"p",
-                          ".hub/version": b"12", ".hub/version.tmp": b"1",
-                          ".hub/staged_0": b"half a commit", ".hub/redo.json": redo.encode()}.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(content)
-    version, tag = folder.head()
-    assert int(version) > 12 and tag == hashlib.sha256(b"{}").hexdigest()
-    assert folder.read("README.md") == (version, b"p") and paths(folder, "nodes/") == [delta]
-    newer = folder.commit({"x": b"1"}, [delta], expect=version)
-    assert int(newer) == int(version) + 1 and folder.list("nodes/") == []
-    assert victim.read_text() == "precious"
-    assert sorted(os.listdir(root / ".hub")) == ["index.json", "lock", "objects"]
-
-
 def test_who_may_only_read_needs_no_lock_and_writes_nothing(folder, tmp_path, monkeypatch):
     folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    bare = tmp_path / "bare"                    # visible files alone, as a copy without .hub
-    (bare / "global").mkdir(parents=True)
-    (bare / diloco.STEP).write_bytes(b"{}")
     (folder.root / "nodes/a/x").write_text("by hand, not known yet")
-    trees = [sorted(path.rglob("*")) for path in (folder.root, bare)]
-    real_unlink = os.unlink
+    tree = sorted(folder.root.rglob("*"))
 
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
     with monkeypatch.context() as m:
         m.setattr(os, "access", lambda path, mode: False)
-        for call in ("mkdir", "replace", "unlink", "rename"):
+        for call in ("replace", "unlink", "rename"):
             m.setattr(os, call, refuse)
         m.setattr(diloco.FileLock, "acquire", refuse)
-        for root in (folder.root, bare):
-            reader = diloco.FolderTransport(root)
-            version, tag = reader.head()
-            assert tag == hashlib.sha256(b"{}").hexdigest()
-            assert reader.read(diloco.STEP) == (version, b"{}")
-            assert reader.list("global/") == [(diloco.STEP, 2, tag)]
-            to = tmp_path / f"to_{root.name}"
-            m.setattr(os, "unlink", lambda path: real_unlink(path) if path == to else refuse())
-            reader.fetch(diloco.STEP, version, to, tag)
-            assert to.read_bytes() == b"{}"
-            with pytest.raises(diloco.Refused, match="Permission denied"):
-                reader.commit({"x": b""})
-    assert [sorted(path.rglob("*")) for path in (folder.root, bare)] == trees
-    bare = diloco.FolderTransport(bare)         # with rights, it is taken over
-    assert bare.commit({"x": b"1"}, expect=bare.head()[0]) and bare.read(diloco.STEP)[1] == b"{}"
+        version, tag = folder.head()
+        assert tag == hashlib.sha256(b"{}").hexdigest()
+        assert folder.read(diloco.STEP) == (version, b"{}")
+        assert folder.list("global/") == [(diloco.STEP, 2, tag)]
+        with pytest.raises(diloco.Refused, match="Permission denied"):
+            folder.commit({"x": b""})
+    assert sorted(folder.root.rglob("*")) == tree
 
 
 def test_processes_that_write_to_one_folder_lose_nothing(tmp_path):
@@ -4679,14 +4637,14 @@ for i in range(40):
 
 def test_a_full_disk_leaves_the_version_before(folder, monkeypatch):
     folder.commit({"a": b"old"})
-    real = diloco.FolderTransport.put
+    real = os.replace
     for what, made in ((".hub/objects", False), (".hub/index.json", False), ("b", True)):
-        def put(self, path):
-            if path.startswith(what):
-                raise OSError(28, "No space left on device", str(self.root / path))
-            real(self, path)
+        def replace(source, to):
+            if to.relative_to(folder.root).as_posix().startswith(what):
+                raise OSError(28, "No space left on device", str(to))
+            real(source, to)
         with monkeypatch.context() as m, pytest.raises(diloco.Unavailable, match="No space"):
-            m.setattr(diloco.FolderTransport, "put", put)
+            m.setattr(os, "replace", replace)
             folder.commit({"a": b"new", "b": b"more"})
         # once the index is there the commit is made, and the next reader shows it
         assert folder.read("a") == (("2", b"new") if made else ("1", b"old"))
