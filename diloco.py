@@ -59,7 +59,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import torch
 import torch.nn.functional as F
@@ -103,10 +103,6 @@ class Unavailable(Exception):
 
 class StorageFull(Unavailable):
     """The repository's storage quota is used up. The commit was not made. A squash frees space."""
-
-
-class NoBucket(Unavailable):
-    """The bucket is gone. The master makes it again."""
 
 
 class Refused(Exception):
@@ -838,11 +834,13 @@ class HubTransport:
     login.
     """
     least_poll = 2.0
-    moved = {}          # {old name: new name} of repositories, as redirects have told this process
 
     def __init__(self, repo: str, create=False, private=True, bucket=""):
         import huggingface_hub as hub
-        self.hub, self.name, self.api = hub, repo, hub.HfApi()
+        self.hub, self.repo, self.api = hub, repo, hub.HfApi()
+        if hub.constants.HF_HUB_OFFLINE:
+            raise Refused(f"{repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset it, or "
+                          f"use a folder (--hub=./runs/hub)")
         self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
         self.is_master, self.private = False, private
@@ -855,6 +853,14 @@ class HubTransport:
         hub.utils.logging.set_verbosity_error()     # what goes wrong is told here, once
         if create:
             retry(functools.partial(self.create, bucket))
+
+    @staticmethod
+    def client():
+        """The client's own HTTP client, with a timeout."""
+        from huggingface_hub.utils import _http
+        client = _http.default_client_factory()
+        client.timeout = 60
+        return client
 
     @property
     def limited(self) -> bool:
@@ -886,106 +892,72 @@ class HubTransport:
         with self.errors():
             self.api.create_bucket(name, private=self.private, exist_ok=True)
 
-    # a repository may get another name
-
-    @property
-    def repo(self) -> str:
-        """The newest name of the repository, user/name."""
-        name = self.name
-        while name in self.moved:
-            name = self.moved[name]
-        return name
-
-    @staticmethod
-    def client():
-        """The client's own HTTP client, with a timeout and an ear for redirects."""
-        from huggingface_hub.utils import _http
-        client = _http.default_client_factory()
-        client.timeout = 60
-        client.event_hooks = {**client.event_hooks, "response": [HubTransport.note_move]}
-        return client
-
-    @staticmethod
-    def note_move(response):
-        """Keep the new name, if this answer sends on to the same place in another repository."""
-        place = re.compile(r"(/api/models)?/([\w.-]+/[\w.-]+?)((\.git)?(/.*)?)")
-        asked = urlsplit(str(response.request.url))
-        sent = urlsplit(response.headers.get("Location", ""))
-        old, new = place.fullmatch(asked.path), place.fullmatch(sent.path)
-        if (response.is_redirect and old and new and sent.netloc in ("", asked.netloc)
-                and (old[1], old[3]) == (new[1], new[3]) and old[2] != new[2]):
-            HubTransport.moved.pop(new[2], None)        # it may have had this name before
-            HubTransport.moved[old[2]] = new[2]
-            write_line(f"notice   {old[2]} has moved: going on with {new[2]}; start with "
-                       f"--hub={new[2]} next time")
-
     # what the client's exceptions mean
 
     @contextlib.contextmanager
     def errors(self):
         """What can pass is Unavailable, what cannot is Refused, a moved head is a Conflict, a file
         or a version that is not there is a FileNotFoundError."""
-        before = self.repo
         try:
             yield
         # RuntimeError: an upload that failed; KeyError, TypeError: a proxy's own page;
         # ValueError: a bad name of a repo, a page with bad metadata, an LFS server's no
         except (self.net_error, OSError, RuntimeError, KeyError, TypeError, ValueError) as e:
-            if self.repo != before:         # a POST is not sent on as it is
-                raise Unavailable(f"{self.repo}: moved to this name just now") from e
             while not isinstance(e, self.hub.errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
-            meaning = self.meaning(e)
-            if isinstance(meaning, NoBucket) and self.is_master:
-                self.create_bucket(self.bucket)     # what was in it is published or sent again
-            raise meaning from e
+            raise self.meaning(e, getattr(e, "response", None)) from e
 
-    def meaning(self, e) -> Exception:
+    def meaning(self, e, response) -> Exception:
         """The exception of ours for one of the client's."""
-        errors, response = self.hub.errors, getattr(e, "response", None)
+        errors, status = self.hub.errors, getattr(response, "status_code", 0)
         words = " ".join((getattr(e, "server_message", None) or str(e)).split())
         words = re.split(r" for url| \(Request ID| For more", words)[0]
-        # hf_xet tells a status in words only
-        by_words = None
-        if response is None:
-            by_words = re.search(r"\b(401|403|404(?= Not Found))\b", words)
-        status = int(by_words[0]) if by_words else getattr(response, "status_code", 0)
-        kind = type(e).__name__ if response is None else status
-        told = f"{self.repo}: {kind} {words[:160]}".rstrip(".")
-        if isinstance(e, errors.OfflineModeIsEnabled):
-            return Refused(f"{self.repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset "
-                           f"it, or use a folder (--hub=./runs/hub)")
+        if response is None:            # hf_xet tells a status in words only
+            found = re.search(r"\b(401|403|404(?= Not Found))\b", words)
+            status = int(found[0]) if found else 0
+        told = f"{self.repo}: {status or type(e).__name__} {words[:160]}".rstrip(".")
+        if getattr(response, "history", None) and self.has_moved():
+            return Unavailable(f"the repository is {self.repo} now: start with "
+                               f"--hub={self.repo} next time")
         if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
             return FileNotFoundError(told)
-        if self.bucket and status == 404 and (by_words or "/buckets/" in str(response.url)):
-            return self.no_bucket()
+        at_bucket = response is None or "/buckets/" in str(response.url)
+        if self.bucket and status == 404 and at_bucket:
+            if self.is_master:          # what was in it is published or sent again
+                self.create_bucket(self.bucket)
+            return self.denial(f"{self.bucket}: there is no such bucket, or none that this token "
+                               f"may write to; a master that runs makes it again")
         # a quota speaks through the Hub's own 403, and through the LFS server's list of errors
         if (re.search(r"\b(storage|quota|limits?)\b", words, re.IGNORECASE)
                 and (status in (402, 403, 413) or isinstance(e, ValueError))):
             return StorageFull(told, 60.0)
         if status == 412:
             return Conflict(told)
-        if status == 403 and self.committed and self.denied < DENIALS:
+        if status == 403 and self.committed:
             # keep: it took commits before, and too many pushes at once may get a 403, too
-            self.denied += 1
-            return Unavailable(told, 10.0 * self.denied)
-        if isinstance(e, errors.RepositoryNotFoundError) and not isinstance(
-                e, errors.GatedRepoError):
+            return self.denial(told)
+        gated = isinstance(e, errors.GatedRepoError)
+        if isinstance(e, errors.RepositoryNotFoundError) and not gated:
             return NoRepository(f"{told}; is HF_TOKEN set, and may it write?")
-        if hasattr(e, "failures"):      # of a bucket's batch: a part of it was not done
-            return Unavailable(told)
-        if status in (401, 402, 403, 404, 413, 422):
-            return Refused(f"{told}; is HF_TOKEN set, and may it write?")
         bad_value = isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError)
-        if status == 400 or not status and bad_value:
-            return Refused(told)
+        lasting = status in (400, 401, 402, 403, 404, 413, 422) or not status and bad_value
+        if lasting and not hasattr(e, "failures"):      # a bucket's batch, done in part
+            return Refused(f"{told}; is HF_TOKEN set, and may it write?")
         return Unavailable(told, self.asked_for(status, response))
 
-    def no_bucket(self) -> Exception:
-        told = (f"{self.bucket}: there is no such bucket, or none that this token may write to; a "
-                f"master that runs makes it again")
+    def denial(self, told: str) -> Exception:
+        """What may pass, until it was said too often in a row."""
         self.denied += 1
-        return NoBucket(told, 10.0 * self.denied) if self.denied <= DENIALS else Refused(told)
+        if self.denied > DENIALS:
+            return Refused(told)
+        return Unavailable(told, 10.0 * self.denied)
+
+    def has_moved(self) -> bool:
+        """Whether the repository has another name now: a GET is sent on, a POST is not."""
+        name = self.repo
+        with contextlib.suppress(self.net_error, OSError):
+            self.repo = self.api.repo_info(name).id
+        return name != self.repo
 
     @staticmethod
     def asked_for(status: int, response) -> float:
@@ -1014,14 +986,13 @@ class HubTransport:
     def learn(self, content: bytes):
         """Take the bucket and its objects from a state. A damaged one is for others to refuse."""
         try:
-            state = json.loads(content)
-            bucket, files = state.get("bucket", ""), state["files"].items()
-            self.named = {object_name(path, file["sha256"]) for path, file in files}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            state = parse_state(content)
+        except Refused:
             return
-        if bucket:
+        if state.bucket:
             require_buckets(self.hub)
-        self.bucket = bucket
+        self.bucket = state.bucket
+        self.named = {object_name(path, file["sha256"]) for path, file in state.files.items()}
 
     def fetch(self, path: str, version, to: Path, tag: str = ""):
         in_bucket = self.holds(path)
@@ -1075,9 +1046,6 @@ class HubTransport:
     def bucket_get(self, path: str, digest: str, folder: str) -> Path:
         """One GET."""
         from huggingface_hub.file_download import http_get
-        if not digest:
-            known = {there: tag for there, _, tag in self.bucket_list(os.path.dirname(path))}
-            digest = known.get(path, "")
         name, file = quote(object_name(path, digest)), Path(folder, "object")
         with open(file, "wb") as f:
             http_get(f"{self.api.endpoint}/buckets/{self.bucket}/resolve/{name}", f,
@@ -1130,10 +1098,7 @@ class HubTransport:
                 answer = get_session().get(url, headers=build_hf_headers())
                 hf_raise_for_status(answer)
         except FileNotFoundError:
-            version = version or self.head()[0]
-            if any(path == there for there, _, _ in self.repo_list(os.path.dirname(path), version)):
-                raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
-            return version, None
+            return version or self.head()[0], None
         # a large file comes from elsewhere, and the first answer has what the Hub says of it
         first = next((a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers), None)
         if first is None:
@@ -1157,37 +1122,25 @@ class HubTransport:
                 for f in tree if hasattr(f, "size")]
 
     def repo_commit(self, add: dict, delete, expect, message: str) -> str:
-        name = self.repo
-        try:
-            version = self.commit_once(add, delete, expect, message)
-        except Unavailable:
-            if self.repo == name:
-                raise
-            # nothing was made under the old name
-            version = self.commit_once(add, delete, expect, message)
-        self.committed, self.denied = True, 0
-        return version
-
-    def commit_once(self, add: dict, delete, expect, message: str) -> str:
         # keep: made anew for each try, or a lost answer doubles it
         operations = {path: self.hub.CommitOperationAdd(
             path, content if isinstance(content, bytes) else str(content))
             for path, content in add.items()}
-        files = {content: path for path, content in add.items() if not isinstance(content, bytes)}
         deletions = [self.hub.CommitOperationDelete(path, is_folder=False) for path in delete]
         try:
             with self.errors():
                 if MODEL in add and WEIGHTS in add:
                     # one file under two names: once it is there, its twin needs no upload
-                    self.api.preupload_lfs_files(self.repo, [operations[path]
-                                                             for path in files.values()])
-                return self.api.create_commit(self.repo, [*operations.values(), *deletions],
-                                              commit_message=message, parent_commit=expect).oid
+                    self.api.preupload_lfs_files(self.repo, [operations[WEIGHTS]])
+                version = self.api.create_commit(self.repo, [*operations.values(), *deletions],
+                                                 commit_message=message, parent_commit=expect).oid
         except (Conflict, FileNotFoundError) as e:
             # the Hub may say 412 to overlapping commits that asked for no head, too
             if expect is None:
                 raise Unavailable(str(e)) from e
             raise Conflict(str(e)) from e
+        self.committed, self.denied = True, 0
+        return version
 
     def squash(self):
         """Forget the history: overwritten weights stop counting against the quota."""
