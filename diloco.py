@@ -123,24 +123,22 @@ class Superseded(Refused):
 
 def complete(settings: dict | None) -> dict:
     """The settings with the defaults for what is not given. Raises ValueError for a bad one."""
-    settings = settings or {}
-    for key in settings:
+    settings = {**DEFAULTS, **(settings or {})}
+    for key, value in settings.items():
         if key not in DEFAULTS:
             near = difflib.get_close_matches(key, DEFAULTS, n=1, cutoff=0.0)[0]
             raise ValueError(f"distributed.{key} is not a setting; the nearest is {near}")
-    settings = {**DEFAULTS, **settings}
-    for key, value in settings.items():
         check_value(f"distributed.{key}", value, type(DEFAULTS[key]))
         least = 1 if key in ("inner_steps", "max_pending", "keyframe_every") else 0
         if not isinstance(value, str) and value < least:
             raise ValueError(f"distributed.{key}={value}: must be at least {least}")
-    if settings["codec"] not in CODECS:
-        raise ValueError(f"distributed.codec={settings['codec']}: wants one of {', '.join(CODECS)}")
+    codec, momentum = settings["codec"], settings["outer_momentum"]
+    if codec not in CODECS:
+        raise ValueError(f"distributed.codec={codec}: wants one of {', '.join(CODECS)}")
     if settings["outer_lr"] == 0:
         raise ValueError("distributed.outer_lr=0: must be above 0")
-    if settings["outer_momentum"] >= 1:
-        raise ValueError(f"distributed.outer_momentum={settings['outer_momentum']}: "
-                         f"must be below 1")
+    if momentum >= 1:
+        raise ValueError(f"distributed.outer_momentum={momentum}: must be below 1")
     return settings
 
 
@@ -650,35 +648,29 @@ class FolderTransport:
 
     # the visible files
 
-    def visible(self, known) -> dict:
-        """{path: (size, mtime)} of the visible files that count; `known`: paths of the hub."""
+    def visible(self, known):
+        """Yields the paths of the visible files that count; `known`: the paths of the hub."""
         def failed(error):
-            if not isinstance(error, FileNotFoundError):    # it may go while it is looked at
+            if not isinstance(error, FileNotFoundError):
                 raise error
         tops = {"global", "nodes", PAGE, *(path.split("/")[0] for path in known)}
-        found = {}
         for folder, folders, names in os.walk(self.root, onerror=failed):
             if folder == str(self.root):
                 folders[:], names = tops.intersection(folders), tops.intersection(names)
-            for name in names:
-                file = Path(folder, name)
+            for file in [Path(folder, name) for name in names]:
                 path = file.relative_to(self.root).as_posix()
-                with contextlib.suppress(FileNotFoundError):
-                    status = os.lstat(file)
-                    if stat.S_ISREG(status.st_mode) and inside(path):
-                        found[path] = status.st_size, status.st_mtime
-        return found
+                if inside(path) and is_file(file):
+                    yield path
 
     def by_hand(self, index: Index) -> Index:
         """The version that people have made of this one, by what they did to the visible files."""
         files = {}
-        for path, (size, mtime) in self.visible(index.files).items():
-            entry = index.files.get(path)
-            if entry and (size, mtime) == (entry.size, entry.mtime):
+        for path in self.visible(index.files):
+            with contextlib.suppress(FileNotFoundError):    # it may go while it is looked at
+                entry, status = index.files.get(path), os.lstat(self.root / path)
+                if not entry or (status.st_size, status.st_mtime) != (entry.size, entry.mtime):
+                    entry = Entry(sha256(self.root / path), status.st_size, status.st_mtime)
                 files[path] = entry
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    files[path] = Entry(sha256(self.root / path), size, mtime)
         found = Index(index.version, files, index.stale)
         if found.hashes() == index.hashes():
             return found            # touched or copied, but not changed: the same version
@@ -1566,6 +1558,14 @@ def node_table(state: SwarmState, waiting: Counter) -> list:
     return [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows]
 
 
+def columns(rows: list) -> list:
+    """The lines of a table of texts. The first column begins at the left, the others end at the
+    right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
+            for first, *others in rows]
+
+
 def status(transport, rows: int = 20) -> str:
     """The nodes of a swarm, and the loss in about `rows` of its outer steps, as a table. It only
     reads. Raises Refused if there is no swarm."""
@@ -1578,23 +1578,18 @@ def status(transport, rows: int = 20) -> str:
     ended = " | finished" if state.finished else ""
     lines = [f"run {state.run_id} | outer step {state.outer_step} | step {state.progress} "
              f"| {len(state.nodes)} nodes | {waiting.total()} deltas waiting{ended}", ""]
-    table = node_table(state, waiting)
-    widths = [max(map(len, column)) for column in zip(*table)]
-    for node, *cells in table:
-        line = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
-        lines.append("  ".join([node.ljust(widths[0]), *line]))
-        if node in state.nodes and state.nodes[node].refused:
-            refusal = state.nodes[node].refused[-1]
-            lines.append(f"  last refused: step {refusal['local_step']}, {refusal['reason']}")
-    if state.curve:
-        lines += ["", f"{'outer step':>10} {'train loss':>10} {'val loss':>8} {'norm':>8}  nodes"]
+    lines += columns(node_table(state, waiting))
+    for node, entry in sorted(state.nodes.items()):
+        for refusal in entry.refused[-1:]:
+            lines.append(f"last refused of {node}: step {refusal['local_step']}, "
+                         f"{refusal['reason']}")
     val = {outer_step: f"{loss:.4f}" for outer_step, _, loss in state.val}
-    every = math.ceil(len(state.curve) / rows)
-    for i, (outer_step, _, loss, norm, nodes) in enumerate(state.curve):
-        if (len(state.curve) - 1 - i) % every == 0:
-            lines.append(f"{outer_step:>10} {loss:>10.4f} {val.get(outer_step, '-'):>8} "
-                         f"{norm:>8.3f}  {nodes}")
-    return "\n".join(lines)
+    table = [["outer step", "train loss", "val loss", "norm", "nodes"]]
+    every = max(1, math.ceil(len(state.curve) / rows))
+    for outer_step, _, loss, norm, nodes in state.curve[::-every][::-1]:    # with the newest one
+        table.append([str(outer_step), f"{loss:.4f}", val.get(outer_step, "-"), f"{norm:.3f}",
+                      nodes])
+    return "\n".join([*lines, "", *columns(table)])
 
 # ---- the master
 
