@@ -407,9 +407,7 @@ def read_value(name: str, value, kind):
                 for key, part in kind.__annotations__.items()}
     if typing.get_origin(kind) is tuple:        # JSON has lists only
         check_value(name, value, list)
-        if len(value) != len(parts):
-            raise ValueError(f"{name} has {len(value)} parts, not {len(parts)}")
-        return [read_value(name, v, part) for v, part in zip(value, parts)]
+        return [read_value(name, v, part) for v, part in zip(value, parts, strict=True)]
     check_value(name, value, typing.get_origin(kind) or kind)
     if parts and isinstance(value, dict):
         return {key: read_value(f"{name}.{key}", v, parts[1]) for key, v in value.items()}
@@ -1090,7 +1088,11 @@ class HubTransport:
                 answer = get_session().get(url, headers=build_hf_headers())
                 hf_raise_for_status(answer)
         except FileNotFoundError:
-            return version or self.head()[0], None
+            version = version or self.head()[0]
+            # keep: a cache may say so for a moment, and a master would begin a new run
+            if path in [there for there, _, _ in self.repo_list(os.path.dirname(path), version)]:
+                raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
+            return version, None
         # a large file comes from elsewhere, and the first answer has what the Hub says of it
         first = next((a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers), None)
         if first is None:
