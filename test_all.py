@@ -2759,10 +2759,8 @@ def test_each_leaf_works_alone(tmp_path, leaf):
 class LoopbackHub(ThreadingHTTPServer):
     """Enough of the Hub for huggingface_hub without Xet: model repos, LFS, atomic commits.
 
-    `faults`: dicts with method, path (regexes), action (a status, "reset", "lose" the answer,
-    "corrupt", seconds to hang) and count; the first that fits is used up by one. `latency` (s a
-    request) and `rate` (bytes a second of one connection) make it far away. `moves`, {old name:
-    (status, new name)}, sends on to repositories that have been renamed.
+    `fault` lets the next requests fail, `rename` sends on to another name. `latency` (s a request)
+    and `rate` (bytes a second of one connection) make it far away.
     """
     daemon_threads, latency, rate = True, 0.0, math.inf
 
@@ -2773,15 +2771,12 @@ class LoopbackHub(ThreadingHTTPServer):
         self.faults, self.moves, self.counts, self.bytes = [], {}, Counter(), Counter()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def head(self, repo):
-        return self.repos[repo][-1]
-
     def push(self, repo, files):
         sha = hashlib.sha1(os.urandom(8)).hexdigest()
         self.repos.setdefault(repo, []).append((sha, files))
         return sha
 
-    def at(self, repo, revision):
+    def at(self, repo, revision="main"):
         """(commit, {path: sha256})"""
         if repo not in self.repos:
             raise LookupError("RepoNotFound")
@@ -2793,38 +2788,57 @@ class LoopbackHub(ThreadingHTTPServer):
     def info(self, path, oid):
         data = self.objects[oid]
         git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        info = {"type": "file", "path": path, "size": len(data), "oid": git}
-        if path.endswith(".safetensors"):
-            info["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
-        return info
+        lfs = {"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}}
+        return {"type": "file", "path": path, "size": len(data), "oid": git,
+                **(lfs if path.endswith(".safetensors") else {})}
 
     def fault(self, method, path, action, count=1, says=None, **headers):
-        self.faults.append(dict(method=method, path=path, action=action, count=count, says=says,
-                                headers={k.replace("_", "-"): v for k, v in headers.items()}))
+        """For the next `count` requests that fit: a status, "reset", "lose" the answer, or
+        "corrupt" it."""
+        answer = action, {"error": says or f"status {action}"}, headers
+        self.faults += [(method, path, action, answer)] * count
+
+    def trouble(self, method, path):
+        for fault in self.faults:
+            if fault[0] == method and re.search(fault[1], path):
+                self.faults.remove(fault)
+                return fault[2:]
+        return None, None
 
     def rename(self, old, new, status):
         self.repos[new], self.moves[old] = self.repos.pop(old), (status, new)
 
 
 class Answer(BaseHTTPRequestHandler):
+    """One request. The methods below return (status, body, headers)."""
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args):
         pass
 
-    def send(self, status, body=b"", **headers):
+    def handle_one(self):
+        hub, url = self.server, urlsplit(self.path)
+        path, self.query = unquote(url.path), parse_qs(url.query)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.bytes["in"] += len(self.body)
+        time.sleep(hub.latency + len(self.body) / hub.rate)
+        route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
+        hub.counts[f"{self.command} {route}"] += 1
+        action, answer = hub.trouble(self.command, path)
+        if action == "reset":
+            return self.connection.shutdown(2)
+        if not isinstance(action, int):
+            with hub.guard:
+                answer = self.route(path)
+        if action == "lose":
+            return self.connection.shutdown(2)
+        self.reply(*answer, flip=action == "corrupt")    # unguarded: nobody waits for a download
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_one
+
+    def reply(self, status, body, headers, flip):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.answer = status, body, headers
-
-    def error(self, status, code=None, says=None, **headers):
-        self.send(status, {"error": says or f"status {status}"}, **headers,
-                  **({"X_Error_Code": code, "X_Error_Message": code} if code else {}))
-
-    def reply(self, status, body, headers):
-        if self.action == "lose":
-            self.connection.shutdown(2)
-            return
-        if self.action == "corrupt" and body:
+        if flip:
             body = bytes([body[0] ^ 1]) + body[1:]
         self.send_response(status)
         for k, v in {"Content-Length": len(body), **headers}.items():
@@ -2835,38 +2849,12 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.server.bytes["out"] += len(body)
 
-    def handle_one(self):
-        hub, url = self.server, urlsplit(self.path)
-        path, self.query = unquote(url.path), parse_qs(url.query)
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.bytes["in"] += len(self.body)
-        time.sleep(hub.latency + len(self.body) / hub.rate)
-        route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
-        hub.counts[f"{self.command} {route}"] += 1
-        fault = next((f for f in hub.faults if f["count"] and re.search(f["method"], self.command)
-                      and re.search(f["path"], path)), {"action": None, "count": 0})
-        fault["count"] -= 1
-        self.action = fault["action"]
-        if self.action == "reset":
-            return self.connection.shutdown(2)
-        if isinstance(self.action, float):
-            time.sleep(self.action)
-        moved = [old for old in hub.moves if re.search(rf"/{old}(?=[/.]|$)", path)]
-        if isinstance(self.action, int):
-            self.error(self.action, says=fault["says"], **fault["headers"])
-        elif moved:
-            status, new = hub.moves[moved[0]]
-            self.send(status, Location=self.path.replace(f"/{moved[0]}", f"/{new}", 1))
-        else:
-            with hub.guard:
-                self.route(hub, path)
-        self.reply(*self.answer)        # outside: nobody waits for another's download
-
-    do_GET = do_HEAD = do_POST = do_PUT = handle_one
-
-    def route(self, hub, path):
+    def route(self, path):
+        for old, (status, new) in self.server.moves.items():
+            if re.search(rf"/{old}(?=[/.]|$)", path):
+                return status, b"", {"Location": self.path.replace(f"/{old}", f"/{new}", 1)}
         routes = {r"/api/repos/create": self.create, r"/lfs/(\w+)": self.upload,
-                  r"/api/validate-yaml": lambda: self.send(200, {}),
+                  r"/api/validate-yaml": lambda: (200, {}, {}),
                   r"/.+/.+\.git/info/lfs/objects/batch": self.batch,
                   r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)": self.resolve,
                   r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.*))?)?": self.repository}
@@ -2875,8 +2863,8 @@ class Answer(BaseHTTPRequestHandler):
                 try:
                     return answer(*match.groups())
                 except LookupError as e:
-                    return self.error(404, e.args[0])
-        self.error(404)
+                    return 404, {"error": e.args[0]}, {"X-Error-Code": e.args[0]}
+        return 404, {}, {}
 
     def create(self):
         made, hub = json.loads(self.body), self.server
@@ -2884,65 +2872,62 @@ class Answer(BaseHTTPRequestHandler):
         status = 409 if name in hub.repos else 200
         if status == 200:
             hub.push(name, {})
-        self.send(status, {"url": f"{hub.url}/{name}", "id": name})
+        return status, {"url": f"{hub.url}/{name}", "id": name}, {}
 
     def upload(self, oid):
         assert hashlib.sha256(self.body).hexdigest() == oid
         self.server.objects[oid] = self.body
-        self.send(200)
+        return 200, b"", {}
 
     def batch(self):
         hub, objects = self.server, json.loads(self.body)["objects"]
         for o in objects:
             if o["oid"] not in hub.objects:     # else it is there: nothing to do
                 o["actions"] = {"upload": {"href": f"{hub.url}/lfs/{o['oid']}"}}
-        self.send(200, {"transfer": "basic", "objects": objects},
-                  Content_Type="application/vnd.git-lfs+json")
+        return (200, {"transfer": "basic", "objects": objects},
+                {"Content-Type": "application/vnd.git-lfs+json"})
 
     def resolve(self, repo, revision, path):
         sha, files = self.server.at(repo, revision)
         if path not in files:
-            return self.error(404, "EntryNotFound", X_Repo_Commit=sha)
+            return 404, {}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}
         info = self.server.info(path, files[path])
-        self.send(200, self.server.objects[files[path]], X_Repo_Commit=sha,
-                  ETag=f'"{files[path] if "lfs" in info else info["oid"]}"')
+        etag = files[path] if "lfs" in info else info["oid"]
+        return 200, self.server.objects[files[path]], {"X-Repo-Commit": sha, "ETag": f'"{etag}"'}
 
     def repository(self, repo, verb, revision, rest):
         hub = self.server
         sha, files = hub.at(repo, revision or "main")
         if (verb in ("preupload", "commit", "super-squash")) != (self.command == "POST"):
-            self.error(405)
-        elif verb in (None, "revision"):
-            self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []})
-        elif verb == "tree":
-            self.tree([hub.info(p, o) for p, o in sorted(files.items())
-                       if p.startswith(f"{rest}/" if rest else "")])
-        elif verb == "preupload":
-            self.send(200, {"files": [
+            return 405, {}, {}
+        if verb == "tree":
+            return self.tree([hub.info(p, o) for p, o in sorted(files.items())
+                              if p.startswith(f"{rest}/" if rest else "")])
+        if verb == "preupload":
+            return 200, {"files": [
                 {"path": f["path"], "shouldIgnore": False,
                  "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
-                for f in json.loads(self.body)["files"]]})
-        elif verb == "super-squash":
+                for f in json.loads(self.body)["files"]]}, {}
+        if verb == "super-squash":
             hub.repos[repo] = []
-            self.send(200, {"commitId": hub.push(repo, files)})
-        elif verb == "commit":
-            self.commit(repo, sha, dict(files))
-        else:
-            self.error(404)
+            return 200, {"commitId": hub.push(repo, files)}, {}
+        if verb == "commit":
+            return self.commit(repo, sha, dict(files))
+        return 200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []}, {}
 
     def tree(self, under):
         if not under:
-            return self.error(404, "EntryNotFound")
+            raise LookupError("EntryNotFound")
         first = int(self.query.get("cursor", ["0"])[0])
         url = f"{self.server.url}{self.path.partition('?')[0]}?recursive=true&cursor={first + 100}"
         more = {"Link": f'<{url}>; rel="next"'} if len(under) > first + 100 else {}
-        self.send(200, under[first:first + 100], **more)
+        return 200, under[first:first + 100], more
 
     def commit(self, repo, sha, files):
         for line in map(json.loads, self.body.splitlines()):
             value = line["value"]
             if line["key"] == "header" and value.get("parentCommit") not in (None, sha):
-                return self.error(412)
+                return 412, {"error": "a commit has happened since"}, {}
             if line["key"] == "file":
                 data = base64.b64decode(value["content"])
                 oid = files[value["path"]] = hashlib.sha256(data).hexdigest()
@@ -2950,10 +2935,10 @@ class Answer(BaseHTTPRequestHandler):
             if line["key"] == "lfsFile":
                 files[value["path"]] = value["oid"]
             if line["key"] == "deletedFile" and files.pop(value["path"], None) is None:
-                return self.error(404, "EntryNotFound")
+                raise LookupError("EntryNotFound")
         sha = self.server.push(repo, files)
-        self.send(200, {"success": True, "commitOid": sha,
-                        "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"})
+        return 200, {"success": True, "commitOid": sha,
+                     "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"}, {}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -5344,7 +5329,7 @@ def test_a_repository_that_moves_is_followed(hub, remote, tmp_path, status):
         hub.rename(*names[-2:], status)
         said, files = [], {diloco.STEP: b"{}", "nodes/a/w.safetensors": big}
         version = diloco.retry(lambda: remote.commit(files), lambda *what: said.append(what[0]))
-        assert hub.head(names[-1])[0] == version == remote.head()[0]
+        assert hub.at(names[-1])[0] == version == remote.head()[0]
         assert said == [f"the repository is {names[-1]} now: start with --hub={names[-1]} next "
                         f"time"] * (status < 307)
         assert remote.read(diloco.STEP) == (version, b"{}")
