@@ -56,7 +56,7 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, urlsplit
 
 import torch
@@ -1681,188 +1681,240 @@ def status(transport, rows: int = 20) -> str:
     return "\n".join(lines)
 
 # ---- the master
+# The ledger: which delta counts. Each step of a node is merged once, or reported lost. These
+# functions write into a SwarmState; they touch no tensors and no files.
 
 
-class Ledger:
-    """Which delta counts. It writes what happens to the nodes' work into `state.nodes`: each step
-    is merged once, or reported lost. No tensors, no files."""
+def check_delta(state: SwarmState, settings: dict, delta: Delta, there):
+    """Raises ValueError for a delta that is not what its name says, or not of this run."""
+    if delta.run_id != state.run_id:
+        raise ValueError(f"of another run, {delta.run_id[:40]}")
+    if (delta.node_id, delta.local_step) != (there.node, there.local_step):
+        raise ValueError(f"its header says {delta.node_id[:64]} at step {delta.local_step}")
+    if delta.base_outer_step > state.outer_step:
+        raise ValueError(f"based on outer step {delta.base_outer_step}, which does not exist")
+    # the fastest node that the clock counts is at most twice as far as the mean
+    target = target_of(state.config)
+    if target and delta.local_step > 2 * target + settings["inner_steps"]:
+        raise ValueError(f"step {delta.local_step} is beyond the end of the run")
 
-    def __init__(self, state: SwarmState, settings: dict):
-        self.state, self.nodes, self.settings = state, state.nodes, settings
 
-    def book(self, delta: Delta, norm: float):
-        """Record a delta that is to be merged. Raises ValueError with the reason to refuse it; its
-        steps are then recorded as lost, where they are known."""
-        entry = self.nodes.setdefault(delta.node_id, NodeState(last_seen=time.time()))
-        same = delta.lineage == entry.lineage
-        if same and delta.local_step <= entry.local_step:
-            raise Replay(f"a replay: step {entry.local_step} is merged already")
-        if delta.incarnation < entry.incarnation:
-            entry.lost += delta.steps
-            raise ValueError("of a process whose node ID a newer one has taken over")
-        before = entry.local_step if same else delta.first_step
-        gap = delta.local_step - delta.steps - before
-        entry.gaps = entry.gaps if same else []
-        entry.lineage, entry.incarnation = delta.lineage, delta.incarnation
-        entry.local_step, entry.last_seen = delta.local_step, time.time()
-        if gap < 0:
-            entry.lost += delta.local_step - before
-            raise ValueError(f"of {delta.steps} steps, {-gap} of which are not new")
-        if gap:     # what was sent in between did not come, or was bad; the node may send it again
-            entry.lost += gap
-            entry.gaps = [*entry.gaps[-19:], [before, before + gap]]
-        earlier, entry.loss = entry.loss, delta.loss
-        entry.seconds, entry.final = delta.seconds, delta.final
-        entry.pace = delta.seconds / max(1, delta.steps)
-        entry.base_outer_step = delta.base_outer_step
-        if not norm < math.inf:
-            entry.lost += delta.steps
-            raise ValueError("it holds numbers that are not finite")
-        self.judge(delta, entry, earlier)
-        again = min(delta.again, entry.lost)        # reported lost before, and in this delta
-        entry.lost -= again
-        entry.steps += delta.steps + again
-        entry.tokens += delta.tokens
+def book(state: SwarmState, delta: Delta, norm: float):
+    """Record a delta that is to be merged. Raises ValueError with the reason to refuse it: its
+    steps are then recorded as lost, where they are known."""
+    entry = state.nodes.setdefault(delta.node_id, NodeState(last_seen=time.time()))
+    same = delta.lineage == entry.lineage
+    if same and delta.local_step <= entry.local_step:
+        raise Replay(f"a replay: step {entry.local_step} is merged already")
+    if delta.incarnation < entry.incarnation:
+        entry.lost += delta.steps
+        raise ValueError("of a process whose node ID a newer one has taken over")
+    before = entry.local_step if same else delta.first_step
+    gap = delta.local_step - delta.steps - before
+    entry.gaps = entry.gaps if same else []
+    if gap > 0:     # what was sent in between did not come, or was bad; the node may send it again
+        entry.gaps = [*entry.gaps[-19:], [before, before + gap]]
+    entry.lost += delta.local_step - before         # until this delta is found good
+    earlier = entry.loss
+    note_delta(entry, delta)
+    if gap < 0:
+        raise ValueError(f"of {delta.steps} steps, {-gap} of which are not new")
+    if not norm < math.inf:
+        raise ValueError("it holds numbers that are not finite")
+    judge_loss(state, delta, entry, earlier)
+    again = min(delta.again, entry.lost - delta.steps)      # reported lost before
+    entry.lost -= delta.steps + again
+    entry.steps += delta.steps + again
+    entry.tokens += delta.tokens
 
-    def judge(self, delta: Delta, entry: NodeState, earlier: float | None):
-        """Leave out a node whose training loss stays far above that of the others; not one that
-        only lags behind, whose loss falls from the `earlier` one. Raises ValueError, with a second
-        argument: the node starts again from the global model."""
-        at_work = active_nodes(self.nodes, self.state.outer_step)
-        others = [self.nodes[node].loss for node in at_work - {delta.node_id}
-                  if self.nodes[node].above == 0 and self.nodes[node].loss is not None]
-        usual = statistics.median_low(others) if others else delta.loss
-        out = entry.above >= STRIKES
-        far = delta.loss - usual > (NEAR if out else FAR_ABOVE) * abs(usual)
-        if earlier is not None and not out:
-            far = far and delta.loss > earlier - NEAR * abs(earlier)
-        entry.above = entry.above + 1 if far else 0
-        if entry.above >= STRIKES:
-            entry.lost += delta.steps
-            raise ValueError(f"its training loss {delta.loss:.3f} stays far above the others' "
-                             f"{usual:.3f}: the node starts again from the global model", True)
 
-    def check(self, delta: Delta, node: str, local_step: int):
-        """Raises ValueError for a delta that is not what its path says, or not of this run."""
-        if delta.run_id != self.state.run_id:
-            raise ValueError(f"of another run, {delta.run_id[:40]}")
-        if delta.node_id != node or delta.local_step != local_step:
-            raise ValueError(f"its header says {delta.node_id[:64]} at step {delta.local_step}")
-        if delta.base_outer_step > self.state.outer_step:
-            raise ValueError(f"based on outer step {delta.base_outer_step}, which does not exist")
-        # the fastest node that the clock counts is at most twice as far as the mean
-        end = 2 * target_of(self.state.config) + self.settings["inner_steps"]
-        if local_step > end > self.settings["inner_steps"]:
-            raise ValueError(f"step {local_step} is beyond the end of the run")
+def note_delta(entry: NodeState, delta: Delta):
+    """What a node's entry says of its newest delta, merged or not."""
+    for name in ("lineage", "incarnation", "local_step", "base_outer_step", "loss", "seconds",
+                 "final"):
+        setattr(entry, name, getattr(delta, name))
+    entry.pace, entry.last_seen = delta.seconds / max(1, delta.steps), time.time()
 
-    def refuse(self, node: str, local_step: int, reason: str, restart: bool):
-        """Tell a node that is known; what strangers send is not kept."""
-        entry = self.nodes.get(node)
-        if entry:
-            entry.refusals += 1
-            refusal = Refusal(entry.refusals, local_step, reason, restart)
-            entry.refused = [*entry.refused[-19:], dataclasses.asdict(refusal)]
 
-    def limit_norms(self, deltas: list, norms: list, weights_norm: float):
-        """Scale outsized deltas down: to max_norm_ratio medians of the NODES' norms, so that no
-        node decides for all, and never above the norm of the global weights."""
-        ratio = self.settings["max_norm_ratio"]
-        latest = {node: entry.norm for node, entry in self.nodes.items() if entry.norm}
-        for delta, norm in zip(deltas, norms):
-            latest.setdefault(delta.node_id, norm)
-        limit = math.inf
-        if ratio and latest:
-            limit = min(ratio * statistics.median_low(latest.values()), weights_norm or math.inf)
-        for delta, norm in zip(deltas, norms):
-            delta.scale = min(1.0, limit / norm) if norm else 1.0
-            self.nodes[delta.node_id].norm = min(norm, limit)
+def judge_loss(state: SwarmState, delta: Delta, entry: NodeState, earlier: float | None):
+    """Leave out a node whose training loss stays far above that of the others; not one that only
+    lags behind, whose loss falls from the `earlier` one. Raises ValueError, with a second argument:
+    the node starts again from the global model."""
+    at_work = active_nodes(state.nodes, state.outer_step) - {delta.node_id}
+    others = [state.nodes[node].loss for node in at_work if state.nodes[node].above == 0]
+    usual = statistics.median_low([loss for loss in others if loss is not None] or [delta.loss])
+    excess = delta.loss - usual
+    if entry.above >= STRIKES:
+        far = excess > NEAR * abs(usual)
+    else:
+        falls = earlier is not None and delta.loss <= earlier - NEAR * abs(earlier)
+        far = excess > FAR_ABOVE * abs(usual) and not falls
+    entry.above = entry.above + 1 if far else 0
+    if entry.above >= STRIKES:
+        raise ValueError(f"its training loss {delta.loss:.3f} stays far above the others' "
+                         f"{usual:.3f}: the node starts again from the global model", True)
 
-    def forget(self, waiting):
-        """Nodes that have sent nothing for long leave the state; sums of their work stay."""
-        now, former = time.time(), Counter(self.state.former)
-        for node, entry in list(self.nodes.items()):
-            entry.last_seen = min(entry.last_seen, now)
-            if now - entry.last_seen > FORGET_AFTER and node not in waiting:
-                former.update(nodes=1, steps=entry.steps, lost=entry.lost, tokens=entry.tokens)
-                del self.nodes[node]
-        self.state.former = dict(former)
 
-    def finished(self) -> bool:
-        """Whether the run has come to its end: the outer steps, the nodes' mean progress, or every
-        node has."""
-        state, target = self.state, target_of(self.state.config)
-        if 0 < self.settings["max_outer_steps"] <= state.outer_step:
-            return True
-        there = members(self.nodes, state.outer_step)
-        steps = [self.nodes[node].local_step for node in there]
-        ended = bool(there) and not active_nodes(self.nodes, state.outer_step)
-        return target > 0 and (mean_progress(steps) >= target or ended)
+def note_refusal(state: SwarmState, node: str, local_step: int, reason: str, restart: bool):
+    """For a node that is known, to be told; what strangers send is not kept."""
+    entry = state.nodes.get(node)
+    if entry:
+        entry.refusals += 1
+        refusal = Refusal(entry.refusals, local_step, reason, restart)
+        entry.refused = [*entry.refused[-19:], dataclasses.asdict(refusal)]
+
+
+def limit_norms(state: SwarmState, ratio: float, deltas: list, norms: list, most: float):
+    """Scale outsized deltas down: to `ratio` medians of the NODES' norms, so that no node decides
+    for all, and never above `most`, the norm of the global weights."""
+    latest = {node: entry.norm for node, entry in state.nodes.items() if entry.norm}
+    for delta, norm in zip(deltas, norms):
+        latest.setdefault(delta.node_id, norm)
+    limit = math.inf
+    if ratio and latest:
+        limit = min(ratio * statistics.median_low(latest.values()), most or math.inf)
+    for delta, norm in zip(deltas, norms):
+        delta.scale = min(1.0, limit / norm) if norm else 1.0
+        state.nodes[delta.node_id].norm = min(norm, limit)
+
+
+def forget_nodes(state: SwarmState, waiting: set):
+    """Nodes that have sent nothing for long leave the state; sums of their work stay."""
+    now, former = time.time(), Counter(state.former)
+    for node, entry in list(state.nodes.items()):
+        entry.last_seen = min(entry.last_seen, now)     # a clock may have been ahead
+        if now - entry.last_seen > FORGET_AFTER and node not in waiting:
+            former.update(nodes=1, steps=entry.steps, lost=entry.lost, tokens=entry.tokens)
+            del state.nodes[node]
+    state.former = dict(former)
+
+
+def note_round(state: SwarmState, deltas: list, line: dict):
+    """Write a round into the state, its curve and the line of the history."""
+    nodes = sorted({delta.node_id for delta in deltas})
+    for node in nodes:
+        state.nodes[node].outer_step = state.outer_step
+    there = members(state.nodes, state.outer_step)
+    mean = mean_progress([state.nodes[node].local_step for node in there])
+    state.progress = max(state.progress, int(mean))
+    line["outer_step"] = state.outer_step
+    line["merged"] = [
+        {"node": d.node_id, "local_step": d.local_step, "base_outer_step": d.base_outer_step,
+         "steps": d.steps + d.again, "tokens": d.tokens, "loss": d.loss,
+         "norm": state.nodes[d.node_id].norm} for d in deltas]
+    loss = statistics.mean(delta.loss for delta in deltas)
+    state.curve.append([state.outer_step, state.progress, loss, line["norm"], ",".join(nodes)[:40]])
+    if len(state.curve) > 400:              # half as fine: the state stays small
+        state.curve = state.curve[:-1:2] + state.curve[-1:]
+
+
+def has_finished(state: SwarmState, settings: dict) -> bool:
+    """Whether the run has come to its end: the outer steps, the nodes' mean progress, or every node
+    has."""
+    if 0 < settings["max_outer_steps"] <= state.outer_step:
+        return True
+    target, there = target_of(state.config), members(state.nodes, state.outer_step)
+    ended = bool(there) and not active_nodes(state.nodes, state.outer_step)
+    mean = mean_progress([state.nodes[node].local_step for node in there])
+    return target > 0 and (mean >= target or ended)
+
+
+# What a master says of a swarm.
+
+
+def advice(settings: dict, rounds: list):
+    """Yields (topic, text) of what is known to go badly in the newest rounds, lines of the history,
+    and the setting that helps."""
+    inner_steps, merged = settings["inner_steps"], [line["merged"] for line in rounds]
+    if inner_steps <= 10 and settings["outer_momentum"] >= 0.9:
+        yield "short", (f"an outer momentum of {settings['outer_momentum']} over inner loops of "
+                        f"{inner_steps} steps overshoots: raise --inner-steps, or lower "
+                        f"--outer-momentum to 0.6")
+    age = statistics.median(rounds[-1]["outer_step"] - 1 - m["base_outer_step"] for m in merged[-1])
+    if age >= 3:
+        yield "stale", ("deltas come three and more rounds late: raise --inner-steps, so that an "
+                        "inner loop is longer than an upload and a download")
+    if len(rounds) < 5:
+        return
+    loops = statistics.median(statistics.median(m["steps"] for m in entries)
+                              for entries in merged) / inner_steps
+    if loops >= 4:
+        yield "long", (f"a round takes {loops:.0f} inner loops: raise --inner-steps to "
+                       f"{inner_steps * loops:.0f}")
+    tokens = Counter()
+    for m in sum(merged, []):
+        tokens[m["node"]] += m["tokens"]
+    node, most = tokens.most_common(1)[0]
+    if len(tokens) > 2 and most > tokens.total() / 2:
+        yield "large", (f"node {node} trains more than half of the tokens of the last rounds, and "
+                        f"counts as one of {len(tokens)}: a larger --target-batch-size there makes "
+                        f"its deltas better")
+
+
+def changes(old: dict, new: dict):
+    """Yields (section, key, before, now) of the settings that differ."""
+    for section, values in new.items():
+        before = old.get(section, {})
+        for key, value in values.items():
+            there = before.get(key, value)
+            # JSON has lists only
+            if (list(there) if isinstance(there, tuple) else there) != (
+                    list(value) if isinstance(value, tuple) else value):
+                yield section, key, there, value
 
 
 BEGIN = "<!-- swarm: from here to the closing mark the master writes; the rest is yours -->"
 END = "<!-- swarm: end -->"
 
 
-class Page:
-    """README.md of the repository and its picture: a model card for who comes by. `draw(curves)`
-    -> the picture's content makes one of {"train": [(step, loss)], "val": [(step, loss)]}."""
+def page_card(settings: dict, exported: bool) -> str:
+    """The page's first version, which the owner may change: metadata of the Hub, and a title."""
+    lines = ["---", "pipeline_tag: text-generation"]
+    if settings["license"]:
+        lines.append(f"license: {settings['license']}")
+    if exported:
+        lines.append("library_name: transformers")
+    name = settings["hub"].rstrip("/").split("/")[-1]
+    return "\n".join([*lines, "tags:", "- text-generation", "- dumbdiloco",
+                      "- distributed-training", "---", f"# {name}"])
 
-    def __init__(self, settings: dict, parameters: int, exported: bool, draw):
-        self.settings, self.parameters, self.exported = settings, parameters, exported
-        self.draw, self.made_at = draw, -math.inf
 
-    def due(self) -> bool:
-        return self.draw is not None and time.monotonic() - self.made_at >= PAGE_EVERY
+def page_part(state: SwarmState, hub: str, parameters: int, picture: bool) -> str:
+    """The part of the page that the master writes."""
+    of = {section: state.config.get(section, {}) for section in ("model", "data")}
+    tokens = state.former.get("tokens", 0) + sum(e.tokens for e in state.nodes.values())
+    val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
+    titles, *rows = node_table(state, Counter())
+    lines = [
+        BEGIN, f"A model of {parameters:,} parameters (`{of['model'].get('name')}`), "
+        f"trained on `{of['data'].get('path')}` by a swarm of {len(state.nodes)} node(s) that "
+        f"share what they learn through this repository.", "",
+        f"**Outer step {state.outer_step:,}, step {state.progress:,} of "
+        f"{target_of(state.config):,}**, {tokens:,} tokens{val}.", ""]
+    if picture:
+        lines += [f"![loss against steps]({CURVE})", ""]
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", "To join, with a token in HF_TOKEN that may write here:", "",
+                      "```", f"python worker.py --hub={hub} --node-id=NAME", "```", END])
 
-    def files(self, old: str, state: SwarmState, log) -> dict:
-        """{path: bytes} of a new version: with the owner's words in it that are in `old`."""
-        curves = {"train": [(step, loss) for _, step, loss, *_ in state.curve],
-                  "val": [(step, loss) for _, step, loss in state.val]}
-        files = {}
-        try:
-            picture = self.draw(curves)
-            files[CURVE] = picture if isinstance(picture, bytes) else picture.encode()
-        except Exception as e:      # numbers from nodes, a missing package: no page fails for it
-            log(f"notice   no picture on the page: {type(e).__name__} {e}")
-        part = self.part(state, bool(files))
-        if not old.strip():
-            old = self.card()
-        before, begin, rest = old.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            before, after = old.replace(BEGIN, "").rstrip() + "\n\n", "\n"
-        return {**files, PAGE: (before + part + after).encode(errors="replace")}
 
-    def card(self) -> str:
-        """What the owner may change: the metadata of the Hub, and a title."""
-        lines = ["---", "pipeline_tag: text-generation"]
-        if self.settings["license"]:
-            lines.append(f"license: {self.settings['license']}")
-        if self.exported:
-            lines.append("library_name: transformers")
-        name = self.settings["hub"].rstrip("/").split("/")[-1]
-        return "\n".join([*lines, "tags:", "- text-generation", "- dumbdiloco",
-                          "- distributed-training", "---", f"# {name}"])
+def replace_part(page: str, part: str) -> str:
+    """The page with a new part between the marks; without them it goes to the end."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        before, after = page.replace(BEGIN, "").rstrip() + "\n\n", "\n"
+    return before + part + after
 
-    def part(self, state: SwarmState, picture: bool) -> str:
-        """What the master writes."""
-        of = {section: state.config.get(section, {}) for section in ("model", "data")}
-        tokens = state.former.get("tokens", 0) + sum(e.tokens for e in state.nodes.values())
-        val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
-        titles, *rows = node_table(state, Counter())
-        lines = [
-            BEGIN, f"A model of {self.parameters:,} parameters (`{of['model'].get('name')}`), "
-            f"trained on `{of['data'].get('path')}` by a swarm of {len(state.nodes)} node(s) that "
-            f"share what they learn through this repository.", "",
-            f"**Outer step {state.outer_step:,}, step {state.progress:,} of "
-            f"{target_of(state.config):,}**, {tokens:,} tokens{val}.", ""]
-        if picture:
-            lines += [f"![loss against steps]({CURVE})", ""]
-        lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        hub = self.settings["hub"]
-        return "\n".join([*lines, "", "To join, with a token in HF_TOKEN that may write here:", "",
-                          "```", f"python worker.py --hub={hub} --node-id=NAME", "```", END])
+
+class Waiting(NamedTuple):
+    """A file below nodes/ that has the name of a delta. They sort by node and step."""
+    node: str
+    local_step: int
+    path: str
+    size: int
+    tag: str
 
 
 class MasterOuterLoop:
@@ -1874,8 +1926,9 @@ class MasterOuterLoop:
     no model yet; of one that does, `published` is brought up to date. evaluate(weights, step) ->
     None, or a function that returns the validation loss and is run in the background: it must not
     read the weights, which move on. files: {name: bytes} that make the repository a model of
-    transformers. draw(curves) -> the picture of the page. Raises Refused when another master takes
-    over. Memory: 8 bytes a parameter, and 2 more while it publishes.
+    transformers. draw(curves) -> the picture of the page, of {"train": [(step, loss)], "val": the
+    same}; without it there is no page. Raises Refused when another master takes over. Memory: 8
+    bytes a parameter, and 2 more while it publishes.
     """
 
     def __init__(self, transport, settings: dict, weights: dict, published=None, evaluate=None,
@@ -1883,18 +1936,16 @@ class MasterOuterLoop:
         return_freed_memory()
         self.transport = Patient(transport, self.tell, self.stopped)
         self.settings, self.log = complete(settings), log
-        self.evaluate, self.evaluation = evaluate, None     # the job under way
-        self.files = files or {}
+        self.evaluate, self.files, self.draw = evaluate, files or {}, draw
         self.shapes = shapes_of(weights)
         self.parameters = sum(math.prod(shape) for shape in self.shapes.values())
-        self.page = Page(self.settings, self.parameters, "config.json" in self.files, draw)
         self.work = workspace()
         self.folder = Path(self.work.name)
         self.stop = False
-        self.started, self.heard = time.monotonic(), time.monotonic()
+        self.evaluation = None          # under way: (outer step, step, Job)
         self.first_seen = None          # when the first delta of the coming round was seen
-        self.warned, self.squashed = set(), -math.inf
-        self.recent = deque(maxlen=5)   # of the last rounds: {node: (steps, tokens)}
+        self.page_made = -math.inf      # when the page was published
+        self.recent, self.told = deque(maxlen=5), set()     # rounds; topics of advice given
         self.listed, self.listing = None, []    # the version that was listed last
         self.own = []                   # hashes of the states this master has published
         for attempt in range(5):
@@ -1916,60 +1967,64 @@ class MasterOuterLoop:
     # the start
 
     def take_over(self, weights: dict, published: dict):
-        """Load what is published, and commit: from then on the commit of any other master fails."""
+        """Load what is published, or begin, and commit: from then on the commit of any other master
+        fails."""
         self.version, self.content = self.transport.read(STEP)
-        files, self.history = dict(self.files), b""
         if self.content is None:
-            self.refuse_to_overwrite()
-            state = self.state = SwarmState(os.urandom(8).hex(), **published)
-            self.weights = {k: v.detach().to("cpu", torch.float32, copy=True).contiguous()
-                            for k, v in weights.items()}
-            self.momentum = {k: torch.zeros_like(v) for k, v in self.weights.items()}
-            files |= self.write_keyframe(state, exact=False)
+            state, files = self.begin(weights, published)
         else:
-            self.state = parse_state(self.content)
-            self.load(self.state)
-            self.announce(self.state.config, published.get("config", self.state.config))
-            state = dataclasses.replace(copy.deepcopy(self.state), **published)
-            target, before = target_of(state.config), target_of(self.state.config)
-            state.finished = 0 < target <= min(before, state.progress)
-            if target > before:         # those who have ended may go on
-                for entry in state.nodes.values():
-                    entry.final = False
-            if "config.json" in files:
-                files[MODEL] = self.folder / "keyframe"
+            state, files = self.go_on(published)
         state.master = os.urandom(4).hex()
         state.bucket = getattr(self.transport, "bucket", "") or ""
-        self.publish(state, files)
+        self.publish(state, {**self.files, **files})
         self.log(f"master   at outer step {state.outer_step} of run {state.run_id}: "
                  f"{'the swarm has finished' if state.finished else 'waiting for deltas'}")
 
-    def refuse_to_overwrite(self):
-        """A model without a readable state is precious: raises Refused."""
+    def begin(self, weights: dict, published: dict) -> tuple:
+        """(state, files) of a new run. Raises Refused where there is a model without a readable
+        state: it is precious."""
         found = [path for path, _, _ in self.transport.list("global/", self.version)]
         if found:
             raise Refused(f"the hub holds {found[0]} but no {STEP}, and a new run would overwrite "
                           f"it: {RECOVER}, or use another --hub")
+        self.state, self.history = SwarmState(os.urandom(8).hex(), **published), b""
+        self.weights = {k: v.detach().to("cpu", torch.float32, copy=True).contiguous()
+                        for k, v in weights.items()}
+        self.momentum = {k: torch.zeros_like(v) for k, v in self.weights.items()}
+        return self.state, self.write_keyframe(self.state, exact=False)
 
-    def load(self, state: SwarmState):
-        """Weights and momentum of what is published, folded from keyframe and updates."""
-        damaged = 0
+    def go_on(self, published: dict) -> tuple:
+        """(state, files) of the run that is there, with the settings given now."""
+        self.state = parse_state(self.content)
+        self.load(self.fetch_global())
+        self.announce(self.state.config, published.get("config", self.state.config))
+        state = dataclasses.replace(copy.deepcopy(self.state), **published)
+        target, before = target_of(state.config), target_of(self.state.config)
+        state.finished = 0 < target <= min(before, state.progress)
+        if target > before:         # those who have ended may go on
+            for entry in state.nodes.values():
+                entry.final = False
+        keyframe = self.folder / WEIGHTS.replace("/", "_")
+        return state, {MODEL: keyframe} if "config.json" in self.files else {}
 
-        def fetch():
-            nonlocal damaged
+    def fetch_global(self) -> Arrival:
+        """Raises Superseded if it moves on, Refused if it stays damaged."""
+        for pause in (1.0, 2.0, 4.0, 8.0, 0.0):
             try:
-                # not patiently: the version may be gone, which is looked at below
-                return fetch_global(self.transport.transport, self.version, state, self.folder)
+                # not patiently: the version may be gone
+                return fetch_global(self.transport.transport, self.version, self.state, self.folder)
             except Unavailable as e:
-                self.version, there = self.transport.read(STEP)
-                if there not in (None, self.content):
-                    raise Superseded("another master has published meanwhile") from None
-                damaged += 1
-                if damaged == 5:
-                    raise Refused(f"{e.args[0]}; put the file back from the repository's history "
-                                  f"or from a machine that trains") from e
-                raise
-        arrival = self.patiently(fetch)
+                error, pause = e, max([pause, *e.args[1:]])
+            self.version, there = self.transport.read(STEP)
+            if there not in (None, self.content):
+                raise Superseded("another master has published meanwhile")
+            self.tell(error.args[0], pause)
+            wait(pause, self.stopped)
+        raise Refused(f"{error.args[0]}; put the file back from the repository's history or from a "
+                      f"machine that trains")
+
+    def load(self, arrival: Arrival):
+        """Weights, momentum and history of what is published."""
         if shapes_of(arrival.keyframe) != self.shapes:
             raise Refused("the model on this hub is another one: leave the flags of the model "
                           "out, or use another --hub")
@@ -1977,9 +2032,7 @@ class MasterOuterLoop:
         self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
         for name, rows in pieces(self.shapes):
             arrival.advance(name, rows, self.weights[name][rows], self.momentum[name][rows])
-        os.replace(self.folder / WEIGHTS.replace("/", "_"), self.folder / "keyframe")
-
-        segment = HISTORY.format(state.keyframe)
+        segment = HISTORY.format(arrival.state.keyframe)
         self.history = self.transport.read(segment, self.version)[1] or b""
 
     def announce(self, old: dict, new: dict):
@@ -1991,7 +2044,139 @@ class MasterOuterLoop:
             self.log(f"setting  {section}.{key} is {now} now, was {before}: the workers take it "
                      f"over")
 
+    # the outer round
+
+    def sync_once(self) -> int:
+        """One outer round over the deltas that are there now. Returns the outer step; without
+        deltas nothing happens. Raises Superseded if another master has published since."""
+        began = time.monotonic()
+        waiting, strange = self.waiting()
+        if not waiting and not strange:
+            return self.state.outer_step
+        state = copy.deepcopy(self.state)       # published at the end
+        line = {"event": "round", "outer_step": state.outer_step, "merged": [], "refused": [],
+                "strange": len(strange)}
+        deltas, delete = self.collect(state, waiting, line)
+        broken = self.damaged()
+        files = self.outer_step(state, deltas, line) if deltas else {}
+        if broken and state.keyframe != state.outer_step:
+            self.log(f"notice   {broken} was damaged or gone: a keyframe is published")
+            files |= self.write_keyframe(state, exact=True)
+        state.strange += len(strange)
+        if not state.bucket:
+            state.committed += sum(delta.size for delta in waiting)
+        forget_nodes(state, {delta.node for delta in waiting})
+        self.take_value(state, line)
+        line |= {"bytes_in": sum(delta.bytes for delta in deltas),
+                 "bytes_out": sum(f.stat().st_size for f in set(files.values())),
+                 "seconds": time.monotonic() - began, "time": time.time()}
+        self.publish(state, files, line, [*delete, *strange])
+        self.first_seen = None
+        self.report(line, deltas)
+        if deltas:
+            self.begin_evaluation(state.progress)
+        if 0 < self.settings["squash_gb"] * 1e9 <= state.committed:
+            self.squash(f"{state.committed / 1e9:.1f} GB were committed since the last time")
+        return state.outer_step
+
+    def collect(self, state: SwarmState, waiting: list, line: dict) -> tuple:
+        """(deltas to merge, paths to delete). In a fixed order, nodes by name and each by step: the
+        order of arrival cannot change a bit."""
+        deltas, norms, delete = [], [], []
+        for there, job in self.fetched(waiting):
+            try:
+                delta = job.result()
+                check_delta(state, self.settings, delta, there)
+                norm = norm_of(delta.stored, self.shapes, delta.codec)
+                book(state, delta, norm)
+                deltas.append(delta)
+                norms.append(norm)
+            except FileNotFoundError:       # gone since it was listed
+                continue
+            except ValueError as e:
+                reason = "".join(c if c.isprintable() else "?" for c in str(e.args[0])[:200])
+                line["refused"].append({"path": there.path, "reason": reason})
+                if not isinstance(e, Replay):       # else it is merged: nothing to tell the node
+                    note_refusal(state, there.node, there.local_step, reason, len(e.args) > 1)
+            delete.append(there.path)
+        limit_norms(state, self.settings["max_norm_ratio"], deltas, norms, self.weights_norm())
+        return deltas, delete
+
+    def fetched(self, waiting: list):
+        """Yields each with the future of its Delta, eight ahead: over the Hub a fetch is two
+        requests, which may take seconds."""
+        with ThreadPoolExecutor(8) as pool:
+            ahead = deque()
+            for there in waiting:
+                ahead.append((there, pool.submit(self.fetch_delta, there)))
+                if len(ahead) == 8:
+                    yield ahead.popleft()
+            yield from ahead
+
+    def fetch_delta(self, there: Waiting) -> Delta:
+        """Raises ValueError for a file that is no delta of this model."""
+        if there.size > 4 * self.parameters + (1 << 20) + 400 * len(self.shapes):
+            raise ValueError(f"{there.size:,} bytes, more than this model can need")
+        file = self.folder / there.path.replace("/", "_")
+        self.transport.fetch(there.path, self.version, file, there.tag)
+        try:
+            return Delta.open(file, self.shapes)
+        finally:
+            file.unlink()           # it stays mapped
+
+    def weights_norm(self) -> float:
+        return math.sqrt(sum(torch.linalg.vector_norm(self.weights[name][rows]).item() ** 2
+                             for name, rows in pieces(self.shapes)))
+
+    def outer_step(self, state: SwarmState, deltas: list, line: dict) -> dict:
+        """Merge the deltas: one Nesterov step, piece by piece, coded as an update, and folded into
+        weights and momentum as every reader does it. {path: file} to publish."""
+        contributors = {delta.node_id for delta in deltas}
+        # those who have finished count: else a slow node's last steps, without the others' to
+        # average out their noise, would move the model as far as all together did
+        num_nodes = len(contributors | members(state.nodes, state.outer_step + 1))
+        update = self.new_update(state, len(contributors) / num_nodes)
+        state.outer_step += 1
+        state.part = (state.part + update.f) / 2
+        for name, rows in pieces(self.shapes):
+            weight, buf = self.weights[name][rows], self.momentum[name][rows]
+            g = torch.zeros_like(weight)
+            for delta in deltas:
+                g.add_(delta.piece(name, rows).mul_(delta.scale))
+            if name in state.buffers:
+                u = g / len(contributors)
+            else:
+                u = nesterov(g / num_nodes, buf, update)
+            encode_piece(update.stored, name, rows, u, update.codec, self.shapes[name])
+            fold(update, name, rows, weight, buf)
+        path, file = UPDATE.format(state.outer_step), self.folder / "update"
+        header = {k: str(getattr(update, k)) for k in ("f", "mu", "decay", "outer_lr", "keyframe",
+                                                       "codec")}
+        state.files[path] = self.write(file, update.stored, header)
+        line["norm"] = norm_of(update.stored, self.shapes, update.codec)
+        update.stored = None                    # its memory, before that of a keyframe
+        note_round(state, deltas, line)
+        if state.outer_step % self.settings["keyframe_every"] == 0:
+            return {path: file, **self.write_keyframe(state, exact=False)}
+        return {path: file}
+
+    def new_update(self, state: SwarmState, f: float) -> Update:
+        """The update of the coming round, to which a part f of the nodes has contributed."""
+        mu, codec = outer_momentum(self.settings, state.outer_step), self.settings["codec"]
+        keyframe = (state.outer_step + 1) % self.settings["keyframe_every"] == 0
+        rounded = keyframe and codec != "fp32"
+        codec = "int8" if codec in ("int4", "int2") else codec  # finer: no residual has to be kept
+        return Update(f, mu, mu ** f, float(self.settings["outer_lr"]), rounded, codec,
+                      state.buffers, self.shapes, empty_stored(self.shapes, codec))
+
     # publication
+
+    def write(self, file: Path, tensors: dict, header: dict) -> dict:
+        """Write a file of the global model. What the state says of it."""
+        def attempt():
+            file.unlink(missing_ok=True)        # tensors may be mapped from the old one
+            return save(tensors, file, header)
+        return self.patiently(attempt)
 
     def write_keyframe(self, state: SwarmState, exact: bool) -> dict:
         """{path: file} of the whole model as it is now, put down in `state`. The momentum is bf16,
@@ -1999,18 +2184,14 @@ class MasterOuterLoop:
         momentum = self.momentum
         if self.settings["codec"] != "fp32" and not exact:
             momentum = {k: v.bfloat16() for k, v in momentum.items()}
-        files = {WEIGHTS: self.folder / "keyframe", MOMENTUM: self.folder / "momentum"}
-        for path, tensors in ((WEIGHTS, self.weights), (MOMENTUM, momentum)):
-            def write():
-                files[path].unlink(missing_ok=True)     # tensors may be mapped from the old one
-                return save(tensors, files[path], {"format": "pt"})
-            state.files[path] = self.patiently(write)
         # who follows may be a few rounds behind: the updates before this keyframe stay until the
         # next one
-        kept = {UPDATE.format(n) for n in range(state.keyframe + 1, state.outer_step + 1)}
-        state.files = {path: file for path, file in state.files.items() if path in files
-                       or path in kept}
-        state.keyframe = state.outer_step
+        kept = updates_after(state.keyframe, state)
+        state.files = {path: state.files[path] for path in kept if path in state.files}
+        state.keyframe, files = state.outer_step, {}
+        for path, tensors in ((WEIGHTS, self.weights), (MOMENTUM, momentum)):
+            files[path] = self.folder / path.replace("/", "_")
+            state.files[path] = self.write(files[path], tensors, {"format": "pt"})
         if "config.json" in self.files:
             files[MODEL] = files[WEIGHTS]       # one file under two names: one upload
         return files
@@ -2022,49 +2203,45 @@ class MasterOuterLoop:
         if line:
             segment += json.dumps(line).encode() + b"\n"
             files = {**files, HISTORY.format(state.keyframe): segment}
-        gone = set(self.state.files) - set(state.files)
         state.momentum = outer_momentum(self.settings, state.outer_step)
         state.outer_lr = float(self.settings["outer_lr"])
-        state.finished = state.finished or Ledger(state, self.settings).finished()
+        state.finished = state.finished or has_finished(state, self.settings)
         state.published = time.time()
         state.commits = [t for t in state.commits if t > state.published - 7200][-200:]
         state.commits.append(state.published)
         state.committed += sum(v["size"] for path, v in state.files.items()
                                if path in files and not (state.bucket and IN_BUCKET.match(path)))
         content = state.content()
-        self.commit({**files, STEP: content}, set(delete) | gone, state)
+        self.commit({**files, STEP: content}, {*delete, *self.state.files.keys() - state.files},
+                    f"outer step {state.outer_step}")
         self.state, self.content, self.history = state, content, segment
         self.own = [*self.own, hashlib.sha256(content).hexdigest()][-8:]
 
-    def commit(self, add: dict, delete: set, state: SwarmState):
+    def commit(self, add: dict, delete: set, message: str):
         """Make a commit on the head. One that may have been made is looked for before it is tried
         again."""
-        def attempt():
-            for tried in range(5):
-                try:
-                    self.version = self.transport.commit(add, sorted(delete), self.version,
-                                                         f"outer step {state.outer_step}")
-                    return
-                except StorageFull:
-                    # what a squash frees comes back after hours: not again and again
-                    if time.monotonic() - self.squashed >= 3600:
-                        self.squash("its storage is full")
-                    raise
-                except (Conflict, Unavailable) as e:
-                    doubt = e
-                self.version, there = self.transport.read(STEP)
-                if there == add[STEP]:
-                    return
-                self.must_be_ours(there)
-                if isinstance(doubt, Unavailable):
-                    raise doubt
-                # only deltas have come, or somebody has deleted one: once more, on the new head
-                there = {path for folder in ("nodes/", "global/")
-                         for path, _, _ in self.transport.list(folder, self.version)}
-                delete.intersection_update(there)
-                wait(0.2 * tried, self.stopped)
-            raise Unavailable("commits of others come faster than ours")
-        self.patiently(attempt)
+        def made() -> bool:
+            try:
+                self.version = self.transport.commit(add, sorted(delete), self.version, message)
+                return True
+            except StorageFull:
+                if self.state.committed:        # else it was squashed: the space is free in hours
+                    self.squash("its storage is full")
+                raise
+            except (Conflict, Unavailable) as e:
+                doubt = e
+            self.version, there = self.transport.read(STEP)
+            if there == add[STEP]:
+                return True
+            self.must_be_ours(there)
+            if isinstance(doubt, Unavailable):
+                raise doubt
+            # only deltas have come, or somebody has deleted one: once more, on the new head
+            delete.intersection_update(path for folder in ("nodes/", "global/") for path, _, _
+                                       in self.transport.list(folder, self.version))
+            return False
+        while not self.patiently(made):
+            wait(0.2, self.stopped)
 
     def must_be_ours(self, there):
         """Raises what it means if the state there is not the newest of ours."""
@@ -2081,7 +2258,7 @@ class MasterOuterLoop:
 
     def squash(self, why: str):
         """Forget the repository's history: what was overwritten stops counting."""
-        self.squashed = time.monotonic()
+        self.state.committed = 0        # published with the next round
         try:
             self.transport.squash()
             self.log(f"squash   the history of the repository was squashed: {why}")
@@ -2089,21 +2266,36 @@ class MasterOuterLoop:
             self.log(f"notice   the history could not be squashed: {e.args[0]}")
 
     def publish_page(self):
-        """Best effort, in a commit of its own: no round waits for a page."""
-        self.page.made_at = time.monotonic()
+        """README.md and its picture. Best effort, in a commit of its own: no round waits for it."""
+        self.page_made = time.monotonic()
         try:
             version, old = self.transport.read(PAGE)
-            files = self.page.files((old or b"").decode(errors="replace"), self.state, self.log)
+            old = (old or b"").decode(errors="replace")
+            files = self.picture()
+            part = page_part(self.state, self.settings["hub"], self.parameters, bool(files))
+            if not old.strip():
+                old = page_card(self.settings, "config.json" in self.files)
+            files[PAGE] = replace_part(old, part).encode(errors="replace")
             # expect: what the owner writes meanwhile is not overwritten
             self.transport.commit(files, (), version, "page")
             self.state.commits.append(time.time())      # it counts for the limit
         except (Conflict, Unavailable, Refused, FileNotFoundError) as e:
             self.log(f"notice   {PAGE} stays as it is: {' '.join(map(str, e.args[:1]))}")
 
-    # the time of a round
+    def picture(self) -> dict:
+        curves = {"train": [(step, loss) for _, step, loss, *_ in self.state.curve],
+                  "val": [(step, loss) for _, step, loss in self.state.val]}
+        try:
+            picture = self.draw(curves)
+            return {CURVE: picture if isinstance(picture, bytes) else picture.encode()}
+        except Exception as e:      # numbers from nodes, a missing package: no page fails for it
+            self.log(f"notice   no picture on the page: {type(e).__name__} {e}")
+            return {}
 
-    def waiting(self):
-        """{node: [(local step, path, size, tag)]}, and the paths that are no delta's name. Raises
+    # what is in the repository
+
+    def waiting(self) -> tuple:
+        """The deltas there, sorted, and at most a hundred paths that are no delta's name. Raises
         Superseded if another master has published."""
         def look():
             version, tag = self.transport.head()
@@ -2111,17 +2303,17 @@ class MasterOuterLoop:
                 self.repair(version)
             # a delta that comes to a bucket makes no version
             if version != self.listed or self.state.bucket:
-                self.listing = sorted(self.transport.list("nodes/", version))
+                self.listing = self.transport.list("nodes/", version)
                 self.version = self.listed = version
         self.patiently(look)
-        nodes, strange = {}, []
+        waiting, strange = [], []
         for path, size, tag in self.listing:
             match = DELTA.fullmatch(path)
             if match and NODE_ID.fullmatch(match[1]):
-                nodes.setdefault(match[1], []).append((int(match[2]), path, size, tag))
+                waiting.append(Waiting(match[1], int(match[2]), path, size, tag))
             else:
                 strange.append(path)
-        return {node: sorted(deltas) for node, deltas in nodes.items()}, strange
+        return sorted(waiting), strange[:100]
 
     def repair(self, version):
         """Publish the state again if it is gone or damaged."""
@@ -2142,190 +2334,34 @@ class MasterOuterLoop:
                 return path
         return ""
 
+    # the time of a round
+
     def active(self) -> set:
         """Nodes that a round waits for."""
         return active_nodes(self.state.nodes, self.state.outer_step)
 
-    def due(self, nodes) -> bool:
-        """Whether the round closes now: all are there, or it has waited long enough."""
+    def loops(self) -> list:
+        """Seconds of an inner loop of each active node."""
+        return [self.state.nodes[node].seconds for node in self.active()]
+
+    def round_timeout(self) -> float:
+        """Seconds that a round waits after its first delta: two inner loops of the lower median, so
+        that the pause of one node is not everybody's. The first round waits for nodes that began at
+        the same time."""
+        if not self.active():
+            return 1.0
+        return self.settings["round_timeout"] or 2 * statistics.median_low(self.loops())
+
+    def due(self, nodes: set) -> bool:
+        """Whether the round closes now: the deltas of all are there, or it has waited long
+        enough."""
         if not nodes:
             self.first_seen = None
             return False
         if self.first_seen is None:
             self.first_seen = time.monotonic()
-        if not may_commit(self.settings, self.transport, self.state, self.state.commits):
-            return False
-        return (set() < self.active() <= set(nodes)
+        return (set() < self.active() <= nodes
                 or time.monotonic() - self.first_seen > self.round_timeout())
-
-    def loops(self) -> list:
-        """Seconds of an inner loop of each active node, shortest first."""
-        return sorted(self.state.nodes[node].seconds for node in self.active())
-
-    def round_timeout(self) -> float:
-        """Seconds that a round waits after its first delta: two inner loops of the lower median, so
-        that the pause of one node is not everybody's.
-
-        While no node is known, it is a tenth of the time that the first delta took to come, at most
-        one second, for those who began at the same time.
-        """
-        if not self.active():
-            return min(1.0, (self.first_seen - self.started) / 10)
-        return self.settings["round_timeout"] or 2 * statistics.median_low(self.loops())
-
-    # the outer round
-
-    def sync_once(self) -> int:
-        """One outer round over the deltas that are there now. Returns the outer step; without
-        deltas nothing happens. Raises Superseded if another master has published since."""
-        began = time.monotonic()
-        nodes, strange = self.waiting()
-        if not nodes and not strange:
-            return self.state.outer_step
-        state = copy.deepcopy(self.state)       # published at the end
-        ledger = Ledger(state, self.settings)
-        deltas, refused, delete = self.collect(nodes, ledger)
-        strange = strange[:100]                 # of a commit; the rest goes with the next ones
-        state.strange += len(strange)
-        if not state.bucket:
-            state.committed += sum(size for entries in nodes.values() for _, _, size, _ in entries)
-        line = {"event": "round", "outer_step": state.outer_step, "merged": [], "refused": refused,
-                "strange": len(strange)}
-        files = {}
-        broken = self.damaged()
-        if deltas:
-            files = self.outer_step(state, deltas, line)
-        if broken and state.keyframe != state.outer_step:
-            self.log(f"notice   {broken} was damaged or gone: a keyframe is published")
-            files |= self.write_keyframe(state, exact=True)
-        ledger.forget(nodes)
-        self.take_value(state, line)
-        line |= {"bytes_in": sum(delta.bytes for delta in deltas),
-                 "bytes_out": sum(f.stat().st_size for f in set(files.values())),
-                 "seconds": time.monotonic() - began, "time": time.time()}
-        self.publish(state, files, line, {*delete, *strange})
-        self.first_seen, self.heard = None, time.monotonic()
-        self.report(line)
-        if deltas:
-            self.warn(deltas)
-            self.begin_evaluation(self.state.progress)
-        if 0 < self.settings["squash_gb"] * 1e9 <= self.state.committed:
-            self.squash(f"{self.state.committed / 1e9:.1f} GB were committed since the last time")
-            self.state.committed = 0            # published with the next round
-        return self.state.outer_step
-
-    def collect(self, nodes: dict, ledger: Ledger) -> tuple:
-        """(deltas to merge, refusals for the history, paths to delete). In a fixed order, nodes by
-        name and each by step: the order of arrival cannot change a bit."""
-        deltas, norms, refused, delete = [], [], [], []
-        for node, local_step, path, job in self.fetched(nodes):
-            try:
-                file = job.result()
-                delta = Delta.open(file, self.shapes)
-                ledger.check(delta, node, local_step)
-                norm = norm_of(delta.stored, self.shapes, delta.codec)
-                ledger.book(delta, norm)
-                deltas.append(delta)
-                norms.append(norm)
-            except FileNotFoundError:       # gone since it was listed
-                continue
-            except ValueError as e:
-                reason = "".join(c if c.isprintable() else "?" for c in str(e.args[0])[:200])
-                refused.append({"path": path, "reason": reason})
-                if not isinstance(e, Replay):       # else it is merged: nothing to tell the node
-                    ledger.refuse(node, local_step, reason, restart=len(e.args) > 1)
-            finally:
-                with contextlib.suppress(OSError, UnboundLocalError):
-                    file.unlink()           # it stays mapped
-            delete.append(path)
-        ledger.limit_norms(deltas, norms, self.weights_norm())
-        return deltas, refused, delete
-
-    def fetched(self, nodes: dict):
-        """Yields (node, local step, path, future of the file) of each, eight ahead: over the Hub a
-        fetch is two requests, which may take seconds."""
-        with ThreadPoolExecutor(8) as pool:
-            ahead = deque()
-            for node in sorted(nodes):
-                for local_step, *what in nodes[node]:
-                    ahead.append((node, local_step, what[0], pool.submit(self.fetch_delta, *what)))
-                    if len(ahead) == 8:
-                        yield ahead.popleft()
-            yield from ahead
-
-    def fetch_delta(self, path: str, size: int, tag: str) -> Path:
-        """The file, here. Raises ValueError if it is too large for a delta."""
-        if size > 4 * self.parameters + (1 << 20) + 400 * len(self.shapes):
-            raise ValueError(f"{size:,} bytes, more than this model can need")
-        file = self.folder / path.replace("/", "_")
-        self.transport.fetch(path, self.version, file, tag)
-        return file
-
-    def weights_norm(self) -> float:
-        return math.sqrt(sum(torch.linalg.vector_norm(self.weights[name][rows]).item() ** 2
-                             for name, rows in pieces(self.shapes)))
-
-    def outer_step(self, state: SwarmState, deltas: list, line: dict) -> dict:
-        """Merge the deltas: one Nesterov step, piece by piece, coded as an update, and folded into
-        weights and momentum as every reader does it. {path: file} to publish."""
-        contributors = {delta.node_id for delta in deltas}
-        # those who have finished count: else a slow node's last steps, without the others' to
-        # average out their noise, would move the model as far as all together did
-        num_nodes = len(contributors | members(state.nodes, state.outer_step + 1))
-        f, mu = len(contributors) / num_nodes, outer_momentum(self.settings, state.outer_step)
-        state.outer_step += 1
-        state.part = (state.part + f) / 2
-        keyframe = state.outer_step % self.settings["keyframe_every"] == 0
-        codec = self.settings["codec"]
-        codec = "int8" if codec in ("int4", "int2") else codec  # finer: no residual has to be kept
-        update = Update(f, mu, mu ** f, float(self.settings["outer_lr"]),
-                        keyframe and codec != "fp32", codec, state.buffers, self.shapes,
-                        empty_stored(self.shapes, codec))
-        for name, rows in pieces(self.shapes):
-            g = torch.zeros_like(self.weights[name][rows])
-            for delta in deltas:
-                g.add_(delta.piece(name, rows).mul_(delta.scale))
-            if name in state.buffers:
-                u = g / len(contributors)
-            else:
-                u = nesterov(g / num_nodes, self.momentum[name][rows], update)
-            encode_piece(update.stored, name, rows, u, codec, self.shapes[name])
-        path = UPDATE.format(state.outer_step)
-        files = {path: self.folder / "update"}
-        header = {k: str(getattr(update, k)) for k in ("f", "mu", "decay", "outer_lr", "keyframe",
-                                                       "codec")}
-
-        def write():
-            files[path].unlink(missing_ok=True)
-            return save(update.stored, files[path], header)
-        state.files[path] = self.patiently(write)
-        line["norm"] = norm_of(update.stored, self.shapes, codec)
-        for name, rows in pieces(self.shapes):
-            fold(update, name, rows, self.weights[name][rows], self.momentum[name][rows])
-        update.stored = None                    # its memory, before that of a keyframe
-        self.record(state, deltas, line)
-        if keyframe:
-            files |= self.write_keyframe(state, exact=False)
-        return files
-
-    def record(self, state: SwarmState, deltas: list, line: dict):
-        """Write a round into the state, the curves and the line of the history."""
-        nodes = sorted({delta.node_id for delta in deltas})
-        for node in nodes:
-            state.nodes[node].outer_step = state.outer_step
-        there = members(state.nodes, state.outer_step)
-        mean = mean_progress([state.nodes[node].local_step for node in there])
-        state.progress = max(state.progress, int(mean))
-        line["outer_step"] = state.outer_step
-        line["merged"] = [
-            {"node": d.node_id, "local_step": d.local_step, "base_outer_step": d.base_outer_step,
-             "steps": d.steps + d.again, "tokens": d.tokens, "loss": d.loss,
-             "norm": state.nodes[d.node_id].norm} for d in deltas]
-        loss = statistics.mean(delta.loss for delta in deltas)
-        state.curve.append([state.outer_step, state.progress, loss, line["norm"],
-                            ",".join(nodes)[:40]])
-        if len(state.curve) > 400:              # half as fine: the state stays small
-            state.curve = state.curve[:-1:2] + state.curve[-1:]
 
     # evaluation, in the background
 
@@ -2336,11 +2372,16 @@ class MasterOuterLoop:
             if work:
                 self.evaluation = (self.state.outer_step, self.state.progress, Job(work))
 
-    def take_value(self, state: SwarmState, line: dict):
-        """Put the result of an evaluation that has ended into the state and the history."""
-        if self.evaluation is None or not self.evaluation[2].ended:
+    def take_value(self, state: SwarmState, line: dict, patient=False):
+        """Put the result of an evaluation that has ended into the state and the history. patient:
+        wait for one that is under way."""
+        if self.evaluation is None:
             return
         outer_step, step, job = self.evaluation
+        while patient and not job.ended and not self.stop:
+            wait(0.1, self.stopped)
+        if not job.ended:
+            return
         self.evaluation = None
         if job.error:
             self.log(f"notice   no validation loss: {type(job.error).__name__} {job.error}")
@@ -2349,64 +2390,31 @@ class MasterOuterLoop:
             state.val = state.val if len(state.val) <= 400 else state.val[::2]
             line |= {"val_loss": job.result, "val_outer_step": outer_step}
 
-    def await_value(self, state: SwarmState, line: dict):
-        while self.evaluation and not self.evaluation[2].ended and not self.stop:
-            wait(0.1, self.stopped)
-        self.take_value(state, line)
-
     # what it says
 
-    def report(self, line: dict):
+    def report(self, line: dict, deltas: list):
         for r in line["refused"][:20]:
             self.log(f"refused  {r['path']}: {r['reason']}")
         if line["strange"]:
             self.log(f"refused  {line['strange']} files below nodes/ that are no deltas: deleted")
-        nodes = sorted({m["node"] for m in line["merged"]})
-        if nodes:
-            val = (f" | val {line['val_loss']:.4f} @ {line['val_outer_step']}"
-                   if "val_loss" in line else "")
-            known = len(self.active().union(nodes))
-            self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/{known} "
-                     f"{','.join(nodes)[:40]} | norm {line['norm']:.3f}{val} | "
-                     f"{line['bytes_in'] / 1e6:.1f} MB in | "
-                     f"{line['bytes_out'] / 1e6:.1f} MB out | {line['seconds']:.1f} s")
-
-    def notice(self, kind: str, text: str):
-        """Say it once."""
-        if kind not in self.warned:
-            self.warned.add(kind)
-            self.log(f"notice   {text}")
-
-    def warn(self, deltas: list):
-        """Say what is known to go badly, and the setting that helps."""
-        s, steps, tokens = self.settings, Counter(), Counter()
-        for delta in deltas:
-            steps[delta.node_id] += delta.steps
-            if delta.scale < 1:
-                self.notice(f"norm {delta.node_id}", f"node {delta.node_id} sends deltas far above "
-                            f"the others' norm: they are scaled down; is its learning rate right?")
-        self.recent.append({d.node_id: (d.steps, d.tokens) for d in deltas})
-        for counts in self.recent:
-            tokens.update({node: count for node, (_, count) in counts.items()})
-        loops = statistics.median(statistics.median(n for n, _ in counts.values())
-                                  for counts in self.recent) / s["inner_steps"]
-        age = statistics.median(self.state.outer_step - 1 - d.base_outer_step for d in deltas)
-        full = len(self.recent) == self.recent.maxlen
-        most = max(tokens, key=tokens.get)
-        if s["inner_steps"] <= 10 and s["outer_momentum"] >= 0.9:
-            self.notice("short", f"an outer momentum of {s['outer_momentum']} over inner loops of "
-                        f"{s['inner_steps']} steps overshoots: raise --inner-steps, or lower "
-                        f"--outer-momentum to 0.6")
-        if age >= 3:
-            self.notice("stale", "deltas come three and more rounds late: raise --inner-steps, so "
-                        "that an inner loop is longer than an upload and a download")
-        if full and loops >= 4:
-            self.notice("long", f"a round takes {loops:.0f} inner loops: raise --inner-steps to "
-                        f"{s['inner_steps'] * loops:.0f}")
-        if full and len(tokens) > 2 and tokens[most] > tokens.total() / 2:
-            self.notice("large", f"node {most} trains more than half of the tokens of the last "
-                        f"rounds, and counts as one of {len(tokens)}: a larger "
-                        f"--target-batch-size there makes its deltas better")
+        if not deltas:
+            return
+        nodes = sorted({delta.node_id for delta in deltas})
+        val = (f" | val {line['val_loss']:.4f} @ {line['val_outer_step']}"
+               if "val_loss" in line else "")
+        self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/"
+                 f"{len(self.active().union(nodes))} "
+                 f"{','.join(nodes)[:40]} | norm {line['norm']:.3f}{val} | "
+                 f"{line['bytes_in'] / 1e6:.1f} MB in | "
+                 f"{line['bytes_out'] / 1e6:.1f} MB out | {line['seconds']:.1f} s")
+        self.recent.append(line)
+        notices = [(f"norm {d.node_id}", f"node {d.node_id} sends deltas far above the others' "
+                    f"norm: they are scaled down; is its learning rate right?")
+                   for d in deltas if d.scale < 1]
+        for topic, text in [*notices, *advice(self.settings, list(self.recent))]:
+            if topic not in self.told:
+                self.told.add(topic)
+                self.log(f"notice   {text}")
 
     # the loop
 
@@ -2415,15 +2423,15 @@ class MasterOuterLoop:
         HEAD."""
         try:
             while not self.stop:
-                nodes, strange = self.waiting()
-                if self.over(nodes):
-                    self.end()
-                    return
-                if self.due(set(nodes)) or strange and not nodes:
-                    self.sync_once()
-                elif self.page.due() and may_commit(self.settings, self.transport, self.state,
-                                                    self.state.commits):
-                    self.publish_page()
+                waiting, strange = self.waiting()
+                if self.over(waiting):
+                    return self.end()
+                due = self.due({delta.node for delta in waiting})
+                if may_commit(self.settings, self.transport, self.state, self.state.commits):
+                    if due or strange and not waiting:
+                        self.sync_once()
+                    elif self.draw and time.monotonic() - self.page_made >= PAGE_EVERY:
+                        self.publish_page()
                 wait(poll_interval(self.settings, self.transport, *self.loops()), self.stopped)
             self.log(f"stop     at outer step {self.state.outer_step}: what is merged is on the "
                      f"hub; start it again anywhere")
@@ -2431,53 +2439,39 @@ class MasterOuterLoop:
             self.log(f"stop     the hub cannot be reached ({e.args[0]}): outer step "
                      f"{self.state.outer_step} may not be there; start it again to see")
 
-    def over(self, nodes) -> bool:
+    def over(self, waiting: list) -> bool:
         """Whether the swarm has finished and the last deltas have come, as far as they do."""
         if not self.state.finished:
             return False
         if 0 < self.settings["max_outer_steps"] <= self.state.outer_step:
             return True
         grace = max(60.0, 2 * self.round_timeout()) if self.active() else 0.0
-        return not nodes and time.monotonic() - self.heard >= grace
+        return not waiting and time.time() - self.state.published >= grace
 
     def end(self):
         """The last keyframe, with the validation loss of it."""
         state = copy.deepcopy(self.state)
         line = {"event": "end", "outer_step": state.outer_step, "time": time.time()}
-        self.await_value(state, line)
-        if self.evaluate and not (state.val and state.val[-1][0] == state.outer_step):
+        self.take_value(state, line, patient=True)
+        if not (state.val and state.val[-1][0] == state.outer_step):
             self.begin_evaluation(max(state.progress, target_of(state.config)))
-            self.await_value(state, line)
-        if state.keyframe != state.outer_step or "val_loss" in line:
-            files = {}
-            if state.keyframe != state.outer_step:
-                files = self.write_keyframe(state, exact=True)
+            self.take_value(state, line, patient=True)
+        files = {}
+        if state.keyframe != state.outer_step:
+            files = self.write_keyframe(state, exact=True)
+        if files or "val_loss" in line:
             self.publish(state, files, line)
-        if self.page.draw:
+        if self.draw:
             self.publish_page()
-        nodes, _ = self.waiting()
-        if count := sum(map(len, nodes.values())):
+        if count := len(self.waiting()[0]):
             self.log(f"notice   {count} deltas came after the last outer step and wait on the hub: "
                      f"a master with a larger --max-outer-steps merges them")
         val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
-        hub = self.settings["hub"]
         self.log(f"finished the swarm is at outer step {state.outer_step}, step {state.progress}"
                  f"{val}")
-        self.log(f"finished the model: python master.py --hub={hub} --export=DIR")
+        self.log(f"finished the model: python master.py --hub={self.settings['hub']} --export=DIR")
         self.log("finished a sample: python -c \"from transformers import pipeline; "
                  "print(pipeline('text-generation', 'DIR')('def '))\"")
-
-
-def changes(old: dict, new: dict):
-    """Yields (section, key, before, now) of the settings that differ."""
-    for section, values in new.items():
-        before = old.get(section, {})
-        for key, value in values.items():
-            there = before.get(key, value)
-            # JSON has lists only
-            if (list(there) if isinstance(there, tuple) else there) != (
-                    list(value) if isinstance(value, tuple) else value):
-                yield section, key, there, value
 
 # ---- the worker
 
