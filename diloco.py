@@ -1467,22 +1467,20 @@ class Arrival:
             fold(update, name, rows, weight, buf)
 
 
-def read_state(transport, patiently=retry, stopped=never) -> tuple:
+def read_state(transport, failed=tell, stopped=never) -> tuple:
     """(version, state) of the newest global model; waits, saying so, while there is none. Raises
     Unavailable once stopped() holds."""
-    def read():
-        try:
-            return transport.read(STEP)
-        except NoRepository as e:
-            return str(e), None
-    told = ""
+    patient, told = Patient(transport, failed, stopped), ""
     while not stopped():
-        version, content = patiently(read)
+        try:
+            version, content = patient.read(STEP)
+            what = "a global model"
+        except NoRepository as e:
+            content, what = None, str(e)
         if content is not None:
             return version, parse_state(content)
-        what = f"for {version}" if ": " in version else "for a global model"
         if what != told:
-            write_line(f"waiting  {what}; is master.py running on this hub?")
+            write_line(f"waiting  for {what}; is master.py running on this hub?")
         told = what
         wait(2.0, stopped)
     raise Unavailable("stopped before there was a global model")
@@ -2567,11 +2565,9 @@ class LocalModel:
             value.sub_(delta.piece(name, rows))
         return value.sub_(self.momentum[name][rows] * self.ahead) if self.ahead else value
 
-    def weight(self, name: str, rows):
-        return self.tensors[name].detach()[rows].to("cpu", torch.float32)
-
     def remainder(self, name: str, rows):
-        return self.baseline(name, rows) - self.weight(name, rows)
+        weight = self.tensors[name].detach()[rows].to("cpu", torch.float32)
+        return self.baseline(name, rows) - weight
 
     def remainders(self) -> dict:
         """The whole remainder: 4 more bytes a parameter, for a checkpoint."""
@@ -2585,7 +2581,6 @@ class LocalModel:
         """Stand at a global model, with these remainders or none."""
         self.G = {k: torch.empty(shape) for k, shape in self.shapes.items()}
         self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        self.ahead = 0.0
         for name, rows in pieces(self.shapes):
             arrival.advance(name, rows, self.G[name][rows], self.momentum[name][rows])
             value = self.baseline(name, rows)
@@ -2616,7 +2611,7 @@ class LocalModel:
         self.ahead = ahead
 
     @torch.no_grad()
-    def install(self, arrival: Arrival, fates: dict, stay: float, ahead: float):
+    def install(self, arrival: Arrival, fates: dict, stay: float, ahead: float, forget: bool):
         """Move to a newer global model without losing local work. fates: {local step: what has
         become of the delta in flight}
 
@@ -2624,34 +2619,30 @@ class LocalModel:
             missed    skipped when a later one was merged   -> back into the remainder
             refused   rejected by the master                -> dropped
             pending   not processed yet                     -> stays in flight
-            redone    and everything since: the new model has these steps from a process before
 
-        `stay`: the share of the prediction error that the weights do not follow.
+        stay: the share of the prediction error that the weights do not follow. forget: the node
+        starts again from the new model, without its local work.
         """
-        gone = [delta for delta in self.in_flight if fates[delta.local_step] != "pending"]
-        pending = [delta for delta in self.in_flight if fates[delta.local_step] == "pending"]
-        redone = "redone" in fates.values()
         flight, ahead_before = self.in_flight, self.ahead
+        pending = [d for d in flight if fates[d.local_step] == "pending" and not forget]
+        missed = [d for d in flight if fates[d.local_step] == "missed"]
+        refused = [d for d in flight if fates[d.local_step] == "refused"]
         for name, rows in pieces(self.shapes):
             self.in_flight, self.ahead = flight, ahead_before
-            before = self.baseline(name, rows)
-            remainder = before - self.weight(name, rows)
-            for delta in gone:
-                fate = fates[delta.local_step]
-                if fate in ("missed", "refused"):   # the global model will never contain it
-                    before.add_(delta.piece(name, rows))
-                if fate == "missed":
-                    remainder.add_(delta.piece(name, rows))
+            before, remainder = self.baseline(name, rows), self.remainder(name, rows)
+            for delta in missed:
+                remainder.add_(delta.piece(name, rows))
+            for delta in missed + refused:      # the global model will never contain it
+                before.add_(delta.piece(name, rows))
             arrival.advance(name, rows, self.G[name][rows], self.momentum[name][rows])
             self.in_flight, self.ahead = pending, 0.0
             after = self.baseline(name, rows)
-            if redone:
-                remainder.zero_()
-            elif stay:
+            if stay:
                 remainder.add_((after - before).mul_(stay))
-            after.sub_(self.momentum[name][rows] * ahead).sub_(remainder)
-            self.tensors[name][rows].copy_(after)
-        self.in_flight, self.ahead = pending, ahead
+            if pending:
+                after.sub_(self.momentum[name][rows] * ahead)
+            self.tensors[name][rows].copy_(after if forget else after.sub_(remainder))
+        self.in_flight, self.ahead = pending, ahead if pending else 0.0
 
 
 @dataclass
@@ -2687,38 +2678,34 @@ class Identity:
         entry = self.entry(state)
         return entry.local_step if entry.lineage == self.lineage else 0
 
-
-def refusals_of(entry: NodeState, known: int) -> dict:
-    """{local step: refusal} of the refusals after the first `known` ones."""
-    return {r["local_step"]: r for r in entry.refused if r["number"] > known}
-
-
-@dataclass
-class Known:
-    """What a look at the hub compares with."""
-    tag: str                    # of the state looked at last
-    state: SwarmState           # of the global model installed
-    refusals: int               # told already
+    def refusals(self, state: SwarmState, since: SwarmState) -> dict:
+        """{local step: refusal} of those that `since` does not know."""
+        known = since.nodes.get(self.node_id, NodeState()).refusals
+        return {r["local_step"]: r for r in self.entry(state).refused if r["number"] > known}
 
 
-def look(transport, folder: Path, shapes: dict, me: Identity, known: Known):
-    """(tag, Arrival or None) of one look at the hub. An idle look is one HEAD. Raises Unavailable,
-    or Refused if this worker cannot go on."""
-    version, tag = transport.head()
-    if tag == known.tag:
+def look(transport, folder: Path, shapes: dict, me: Identity, known: tuple):
+    """(tag, Arrival or None) of one look at the hub. `known`: the tag of the state looked at last,
+    and the state of the global model installed. An idle look is one HEAD. Raises Unavailable, or
+    Refused if this worker cannot go on."""
+    (version, tag), (known_tag, before) = transport.head(), known
+    if tag == known_tag:
         return tag, None
     at, content = transport.read(STEP, version)
     try:
         state = parse_state(content or b"")
     except Refused as e:        # a master that runs publishes it again
         raise Unavailable(str(e)) from e
-    if state.run_id != known.state.run_id:
+    if state.run_id != before.run_id:
         raise Refused("this hub holds another run now; start the worker again to join it")
-    entry = me.entry(state)
-    if (state.outer_step > known.state.outer_step or refusals_of(entry, known.refusals)
-            or state.finished != known.state.finished or state.config != known.state.config):
-        return tag, fetch_global(transport, at, state, folder, shapes, known.state)
+    if (me.refusals(state, before) or state.outer_step > before.outer_step
+            or state.finished != before.finished or state.config != before.config):
+        return tag, fetch_global(transport, at, state, folder, shapes, before)
     return tag, None
+
+
+def delta_path(node_id: str, local_step: int) -> str:
+    return f"nodes/{node_id}/delta_{local_step}.safetensors"
 
 
 def upload(transport, delta: Delta, file: Path, me: Identity, tried: list):
@@ -2728,7 +2715,7 @@ def upload(transport, delta: Delta, file: Path, me: Identity, tried: list):
 
     Raises Unavailable, or Refused if another worker has the node ID.
     """
-    path = f"nodes/{me.node_id}/delta_{delta.local_step}.safetensors"
+    path = delta_path(me.node_id, delta.local_step)
     if not file.exists():
         save(delta.stored, file.with_suffix(".part"), delta.header())
         os.replace(file.with_suffix(".part"), file)
@@ -2742,9 +2729,8 @@ def upload(transport, delta: Delta, file: Path, me: Identity, tried: list):
         return there
     if tried:           # its answer was lost: it may have been merged, too
         state = parse_state(transport.read(STEP)[1] or b"")
-        entry = me.entry(state)
-        if me.merged_step(state) >= delta.local_step or any(
-                r["local_step"] == delta.local_step for r in entry.refused):
+        refused = [r["local_step"] for r in me.entry(state).refused]
+        if me.merged_step(state) >= delta.local_step or delta.local_step in refused:
             return Delta.open(file, delta.shapes)
     tried.append(True)
     transport.commit({path: file}, message=f"{me.node_id} step {delta.local_step}")
@@ -2761,6 +2747,15 @@ def fetch_own(transport, path: str, tag: str, file: Path, shapes: dict) -> Delta
         raise Unavailable(str(e)) from e
     except ValueError:
         return None
+
+
+@dataclass
+class Sent:
+    """What a node has sent so far, by its own books. A checkpoint holds them."""
+    step: int = 0               # of the newest delta
+    tokens: int = 0             # trained up to it
+    again: int = 0              # steps that were lost on the way, and are in the remainder again
+    again_tokens: int = 0       # trained in these
 
 
 # what a running worker takes over from a master that was started with other settings
@@ -2792,13 +2787,11 @@ class DumbDiLoCo:
         self.state = None               # SwarmState of the global model installed last
         self.local = None               # LocalModel
         self.saved = None               # the state of a checkpoint, to be reconciled in start()
+        self.sent = Sent()
         self.first_step = 0             # the local step at which this lineage joined
         self.ramp_from = None           # the step since which the learning rate ramps up
         self.target = 0                 # mean progress at which the swarm ends
-        self.last_sent = self.tokens_sent = 0   # step and tokens of the newest delta
-        self.again = (0, 0)             # (steps, tokens) that were lost, and are unsent again
         self.claim = False              # an older process of this lineage may be alive
-        self.refusals = 0               # told so far
         self.losses = [0.0, 0]          # sum and number since the newest delta
         self.pushes = deque(maxlen=1024)    # Unix times of the deltas
         self.pushed, self.loop = 0.0, 0.0   # when the newest was sent; seconds since that before
@@ -2807,86 +2800,58 @@ class DumbDiLoCo:
         self.errors = deque()           # what the jobs have met, to be told by the training thread
         self.closing, self.warned, self.failed = False, False, None
 
-    # what a checkpoint holds
-
-    def state_dict(self) -> dict:
-        if self.state is None:
-            return self.saved
-        unconfirmed = self.uploading and self.uploading[0]
-        return {"lineage": self.me.lineage, "incarnation": self.me.incarnation,
-                "run_id": self.state.run_id, "first_step": self.first_step,
-                "recorded": self.me.merged_step(self.state) > 0,
-                "last_sent": self.last_sent, "tokens_sent": self.tokens_sent,
-                "again": list(self.again), "remainders": self.local.remainders(),
-                "unconfirmed": unconfirmed and {**unconfirmed.header(),
-                                                "stored": dict(unconfirmed.stored)}}
-
-    def load_state_dict(self, state: dict):
-        self.saved = state
-
-    # called by the Trainer
+    # the start
 
     def start(self, trainer):
         """Join the swarm, or go on. Waits, saying so, until there is a global model."""
         check_trainer(trainer)
         self.local, self.target = LocalModel(trainer.model), trainer.config["run"]["max_steps"]
 
-        def patiently(work):
-            def failed(error, retry_in):
-                self.errors.append((error, retry_in))
-                self.tell(trainer)
-            return retry(work, failed, stopped)
+        def failed(*error):
+            self.errors.append(error)
+            self.tell(trainer)
 
         def stopped():
             return bool(trainer.stop_signal)
 
-        def find():
-            # what waits is listed first: what the master merges meanwhile is in the state
-            waiting = self.own_waiting()
-            return waiting, *read_state(self.transport, patiently, stopped)
-
         def arrive():
-            waiting, at, state = find()
+            # what waits is listed first: what the master merges meanwhile is in the state
+            own = [(path, tag) for path, _, tag in self.transport.list(f"nodes/{self.node_id}/")]
+            at, state = read_state(self.transport, failed, stopped)
             arrival = fetch_global(self.transport, at, state, self.folder, self.local.shapes)
-            return arrival, {step: self.fetch_waiting(step, tag)
-                             for step, tag in waiting.items()}
+            waiting = {}
+            for path, tag in own:
+                if match := DELTA.fullmatch(path):
+                    waiting[int(match[2])] = fetch_own(
+                        self.transport, path, tag, self.folder / Path(path).name, self.local.shapes)
+            return arrival, waiting
         try:
-            arrival, waiting = patiently(arrive)
+            arrival, waiting = retry(arrive, failed, stopped)
         except Unavailable:     # only once the trainer was told to stop
             return
         self.state = arrival.state
-        self.join(trainer, arrival, waiting)
+        if self.saved and self.saved["run_id"] == self.state.run_id:
+            self.reconcile(trainer, arrival, waiting)
+        else:
+            self.join(trainer, arrival, waiting)
         self.pushed = time.monotonic()
         trainer.emit("join", f"{trainer.progress()} | {self.node_id} joined "
                      f"at outer step {self.state.outer_step}",
                      outer_step=self.state.outer_step, step=trainer.step)
         self.set_end(trainer)
 
-    def own_waiting(self) -> dict:
-        """{local step: tag} of this node's deltas on the hub."""
-        return {int(match[2]): tag
-                for path, _, tag in self.transport.list(f"nodes/{self.node_id}/")
-                if (match := DELTA.fullmatch(path))}
-
-    def fetch_waiting(self, step: int, tag: str) -> Delta | None:
-        path = f"nodes/{self.node_id}/delta_{step}.safetensors"
-        return fetch_own(self.transport, path, tag, self.folder / f"own_{step}", self.local.shapes)
-
     def join(self, trainer, arrival: Arrival, waiting: dict):
-        entry = self.state.nodes.get(self.node_id, NodeState())
-        self.refusals = entry.refusals
-        if self.saved and self.saved["run_id"] == self.state.run_id:
-            return self.reconcile(trainer, arrival, waiting)
+        """As a new node, at the swarm's step."""
         if self.saved:
             write_line("notice   the checkpoint is of another run of this hub: joining as a new "
                        "node")
+        entry = self.state.nodes.get(self.node_id, NodeState())
         self.me = Identity.new(self.node_id, after=entry.incarnation)
         self.local.place(arrival, None)
         # beyond what waits there of an earlier worker of this name: nothing is overwritten
         self.move_to(trainer, max([self.state.progress, entry.local_step, *waiting]))
-        self.last_sent = self.first_step = trainer.step
-        self.tokens_sent = trainer.tokens
-        self.ramp_from = trainer.step if trainer.step else None
+        self.sent, self.first_step = Sent(trainer.step, trainer.tokens), trainer.step
+        self.ramp_from = trainer.step or None
 
     def move_to(self, trainer, step: int):
         trainer.step = step
@@ -2896,33 +2861,48 @@ class DumbDiLoCo:
         """After a restart: what the hub has of this lineage, waiting or merged, is not trained
         again."""
         saved, entry = self.saved, self.state.nodes.get(self.node_id, NodeState())
-        newest = max([saved["incarnation"], *(d.incarnation for d in waiting.values() if d)])
+        seen = [saved["incarnation"], *(d.incarnation for d in waiting.values() if d)]
         if entry.lineage == saved["lineage"]:
-            newest = max(newest, entry.incarnation)
-        self.me = Identity.new(self.node_id, saved["lineage"], newest)
+            seen.append(entry.incarnation)
+        self.me = Identity.new(self.node_id, saved["lineage"], max(seen))
         merged = self.me.merged_step(self.state)
         self.local.in_flight = [delta for step, delta in sorted(waiting.items()) if step > merged
                                 and delta and delta.lineage == self.me.lineage]
         known = max([merged, *(delta.local_step for delta in self.local.in_flight)])
-        remainders, unconfirmed = saved["remainders"], saved["unconfirmed"]
-        self.last_sent, self.tokens_sent = saved["last_sent"], saved["tokens_sent"]
-        self.again = tuple(saved["again"])
+        self.sent, remainders = Sent(**saved["sent"]), saved["remainders"]
+        unconfirmed = saved["unconfirmed"] and Delta(**saved["unconfirmed"])
         if known > trainer.step:        # sent after the checkpoint was written
-            remainders, self.tokens_sent = None, trainer.tokens
+            remainders, self.sent.tokens = None, trainer.tokens
             self.move_to(trainer, known)
-        elif unconfirmed and known < int(unconfirmed["local_step"]):    # it did not arrive
+        elif unconfirmed and known < unconfirmed.local_step:    # it did not arrive
             for name, rows in pieces(self.local.shapes):
-                remainders[name][rows] += decode_piece(
-                    unconfirmed["stored"], name, rows, unconfirmed["codec"],
-                    self.local.shapes[name])
-            self.last_sent -= int(unconfirmed["steps"])
-            self.tokens_sent -= int(unconfirmed["tokens"])
-        self.last_sent = max(self.last_sent, known)
+                remainders[name][rows] += unconfirmed.piece(name, rows)
+            self.sent.step -= unconfirmed.steps
+            self.sent.tokens -= unconfirmed.tokens
+        self.sent.step = max(self.sent.step, known)
         # a lineage that has left the state begins anew there
         left = saved["recorded"] and not merged
-        self.first_step = self.last_sent if left else saved["first_step"]
+        self.first_step = self.sent.step if left else saved["first_step"]
         self.local.place(arrival, remainders)
         self.saved = None
+
+    def state_dict(self) -> dict:
+        """What a checkpoint holds."""
+        if self.state is None:
+            return self.saved
+        unconfirmed = None
+        if self.uploading:
+            delta = self.uploading[0]
+            unconfirmed = {**vars(delta), "stored": dict(delta.stored)}
+        return {"lineage": self.me.lineage, "incarnation": self.me.incarnation,
+                "run_id": self.state.run_id, "first_step": self.first_step,
+                "recorded": self.me.merged_step(self.state) > 0, "sent": vars(self.sent),
+                "remainders": self.local.remainders(), "unconfirmed": unconfirmed}
+
+    def load_state_dict(self, state: dict):
+        self.saved = state
+
+    # between the steps of the trainer
 
     def schedule_step(self, step: int) -> float:
         """The step whose learning rate counts: the mean progress of the nodes as far as the ledger
@@ -2947,17 +2927,20 @@ class DumbDiLoCo:
         self.losses = [self.losses[0] + (loss.detach() if hasattr(loss, "detach") else loss),
                        self.losses[1] + 1]
         self.take_results(trainer)
-        if trainer.step - self.last_sent >= self.loop_steps() or self.claim:
+        if trainer.step - self.sent.step >= self.loop_steps() or self.claim:
             self.push(trainer)
-            if self.settings["wait"]:
-                self.wait_for_round(trainer)
+            # the synchronous algorithm: go on when the round with this node's work is published
+            while (self.settings["wait"] and self.local.in_flight and not trainer.stop_signal
+                   and not self.state.finished):
+                self.take_results(trainer)
+                time.sleep(0.02)
 
     def finish(self, trainer):
         """At the end of training: send the rest, and wait until it has arrived."""
         if self.state is None:
             return
         began, told = time.monotonic(), False
-        while not trainer.stop_signal and (self.uploading or self.last_sent < trainer.step):
+        while not trainer.stop_signal and (self.uploading or self.sent.step < trainer.step):
             self.take_results(trainer)
             self.push(trainer, last=True)
             if not told and time.monotonic() - began > 5:
@@ -2974,7 +2957,7 @@ class DumbDiLoCo:
         if self.local.ahead:    # what is evaluated and saved now is not
             self.local.look_ahead(0.0)
 
-    # the steps of the algorithm
+    # sending
 
     def ahead(self) -> float:
         """How far the weights go ahead of G while a delta is in flight: the coming outer step,
@@ -3001,7 +2984,7 @@ class DumbDiLoCo:
     def push(self, trainer, last=False):
         """Cut the next delta off the remainder, and send it in the background; unless one is being
         sent, or the master does not merge."""
-        if self.uploading or self.last_sent == trainer.step:
+        if self.uploading or self.sent.step == trainer.step:
             return
         if not last and len(self.local.in_flight) >= self.settings["max_pending"]:
             if not self.warned:
@@ -3017,25 +3000,11 @@ class DumbDiLoCo:
                                               f"nothing was sent"))
         delta = self.new_delta(trainer, last, stored)
         self.local.in_flight = [*self.local.in_flight, delta]
-        self.last_sent, self.tokens_sent = trainer.step, trainer.tokens
-        self.again, self.losses, self.claim = (0, 0), [0.0, 0], False
+        self.sent, self.losses = Sent(trainer.step, trainer.tokens), [0.0, 0]
+        self.claim = False
         self.uploading = delta, self.job(self.upload, delta)
         if not self.local.ahead:
             self.local.look_ahead(self.ahead())
-
-    def new_delta(self, trainer, last: bool, stored: dict) -> Delta:
-        now = time.monotonic()
-        self.loop, self.pushed = now - self.pushed, now
-        self.pushes.append(time.time())
-        loss, count = self.losses
-        return Delta(
-            run_id=self.state.run_id, node_id=self.node_id, lineage=self.me.lineage,
-            incarnation=self.me.incarnation, local_step=trainer.step, first_step=self.first_step,
-            base_outer_step=self.state.outer_step, steps=trainer.step - self.last_sent,
-            tokens=trainer.tokens - self.tokens_sent + self.again[1], again=self.again[0],
-            loss=float(loss) / count if count else float(trainer.last_loss), seconds=self.loop,
-            final=self.at_end(trainer, last), codec=self.settings["codec"],
-            shapes=self.local.shapes, stored=stored)
 
     def over_commit_budget(self, last: bool) -> bool:
         """Whether a commit now would be more than this node's share. How many share is known once
@@ -3046,31 +3015,21 @@ class DumbDiLoCo:
             return self.settings["commits_per_hour"] > 0
         return not may_commit(self.settings, self.transport, self.state, self.pushes, last)
 
-    def take_results(self, trainer):
-        """What the jobs have brought since the last step; and the next look."""
-        self.tell(trainer)
-        if self.uploading and self.uploading[1].ended:
-            (delta, job), self.uploading = self.uploading, None
-            if job.error:
-                return self.fail(trainer, job.error)
-            self.sent(trainer, delta, job.result)
-        if self.looking and self.looking.ended:
-            job, self.looking = self.looking, None
-            if job.error:
-                return self.fail(trainer, job.error)
-            self.tag, arrival = job.result
-            if arrival:
-                self.install(trainer, arrival)
-        self.begin_look()
-
-    def begin_look(self):
+    def new_delta(self, trainer, last: bool, stored: dict) -> Delta:
         now = time.monotonic()
-        if self.looking is None and now >= self.next_look and not (self.closing or self.failed):
-            self.looking = self.job(self.look, Known(self.tag, self.state, self.refusals))
-            self.next_look = now + poll_interval(self.settings, self.transport, self.loop
-                                                 ) * random.uniform(0.8, 1.2)
+        self.loop, self.pushed = now - self.pushed, now
+        self.pushes.append(time.time())
+        loss, count = self.losses
+        return Delta(
+            run_id=self.state.run_id, node_id=self.node_id, lineage=self.me.lineage,
+            incarnation=self.me.incarnation, local_step=trainer.step, first_step=self.first_step,
+            base_outer_step=self.state.outer_step, steps=trainer.step - self.sent.step,
+            tokens=trainer.tokens - self.sent.tokens + self.sent.again_tokens,
+            again=self.sent.again, loss=float(loss) / count if count else float(trainer.last_loss),
+            seconds=self.loop, final=self.at_end(trainer, last), codec=self.settings["codec"],
+            shapes=self.local.shapes, stored=stored)
 
-    def sent(self, trainer, delta: Delta, there: Delta):
+    def arrived(self, trainer, delta: Delta, there: Delta):
         """A delta is on the hub: what counts is what is there."""
         if there.incarnation != self.me.incarnation:    # from an older process of this lineage:
             self.claim = True                           # if it is alive, it sees the next delta
@@ -3081,60 +3040,63 @@ class DumbDiLoCo:
                      base_outer_step=delta.base_outer_step, steps=delta.steps, bytes=delta.bytes,
                      seconds=seconds)
 
-    def fates(self, state: SwarmState) -> dict:
+    # receiving
+
+    def fates(self, state: SwarmState, refused: dict) -> dict:
         """{local step: fate} of the deltas in flight, see LocalModel.install."""
-        entry = self.me.entry(state)
-        merged, refused = self.me.merged_step(state), refusals_of(entry, self.refusals)
-        gaps, fates = entry.gaps if merged else [], {}
-        for delta in self.local.in_flight:
-            step = delta.local_step
-            missed = any(after < step <= up_to for after, up_to in gaps)
-            fates[step] = ("refused" if step in refused else
-                           "pending" if step > merged else "missed" if missed else "merged")
-        if merged > self.last_sent:     # an upload of an older process has landed behind our back
-            fates[merged] = "redone"
+        entry, merged, fates = self.me.entry(state), self.me.merged_step(state), {}
+        for step in [delta.local_step for delta in self.local.in_flight]:
+            if step in refused:
+                fates[step] = "refused"
+            elif step > merged:
+                fates[step] = "pending"
+            else:
+                missed = any(after < step <= up_to for after, up_to in entry.gaps)
+                fates[step] = "missed" if missed else "merged"
         return fates
 
     def install(self, trainer, arrival: Arrival):
-        """Move to a newer global model without losing local work."""
-        began, state = time.monotonic(), arrival.state
-        try:
-            fates, entry = self.fates(state), self.me.entry(state)
-        except Refused as e:
-            return self.fail(trainer, e)
-        refused = refusals_of(entry, self.refusals)
-        for delta in self.local.in_flight:
-            if fates[delta.local_step] == "missed":
-                self.again = (self.again[0] + delta.steps + delta.again,
-                              self.again[1] + delta.tokens)
-        if "redone" in fates.values():
-            trainer.step = self.last_sent = max(self.me.merged_step(state), trainer.step)
+        """Move to a newer global model without losing local work. Raises Refused."""
+        began, before, state = time.monotonic(), self.state, arrival.state
+        merged, refused = self.me.merged_step(state), self.me.refusals(state, before)
+        fates = self.fates(state, refused)
+        self.take_over_settings(trainer, before.config, state.config)
+        self.state, self.warned = state, False
+        if self.me.merged_step(before) and not merged:
+            self.first_step = self.sent.step    # it has left the state, and begins anew there
+        self.take_fates(trainer, fates)
+        # an upload of an older process has landed behind our back: the new model has these steps
+        redone = merged > self.sent.step
+        if redone:
+            trainer.step = self.sent.step = max(merged, trainer.step)
             self.claim = True
-        if self.uploading and fates[self.uploading[0].local_step] != "pending":
-            delta = self.uploading[0]       # in the new model before its own answer has come
-            self.uploading = None
-            self.sent(trainer, delta, delta)
-        before, self.state = self.state, state
-        if self.me.merged_step(before) and not self.me.merged_step(state):
-            self.first_step = self.last_sent    # it has left the state, and begins anew there
-        self.refusals, self.warned = entry.refusals, False
-        try:
-            self.take_over_settings(trainer, before.config, state.config)
-        except ValueError as e:
-            return self.fail(trainer, Refused(f"the hub's settings: {e}"))
-        pending = "pending" in fates.values()
+        restart = any(refusal["restart"] for refusal in refused.values())
         foreseen = self.local.ahead and state.outer_step == before.outer_step + 1
         stay = self.share_that_stays(trainer) if foreseen else 0.0
-        self.local.install(arrival, fates, stay, self.ahead() if pending else 0.0)
+        self.local.install(arrival, fates, stay, self.ahead(), forget=redone or restart)
         for step, refusal in refused.items():
             trainer.emit("refused", f"{trainer.progress()} | the delta of step {step}: "
                          f"{refusal['reason']}", step=step, reason=refusal["reason"])
-        if any(refusal["restart"] for refusal in refused.values()):
-            self.start_again(trainer, max(refused))
+        if restart:
+            self.sent.again = self.sent.again_tokens = 0
+            self.ramp_from = trainer.step
+            write_line(f"notice   {self.node_id} starts again from the global model: its loss was "
+                       f"far above the others'; is its learning rate right?")
         self.set_end(trainer)
         trainer.emit("install", f"{trainer.progress()} | outer step {state.outer_step}",
                      step=trainer.step, outer_step=state.outer_step,
                      seconds=time.monotonic() - began)
+
+    def take_fates(self, trainer, fates: dict):
+        """What the fates mean for the books of this node."""
+        for delta in self.local.in_flight:
+            if fates[delta.local_step] == "missed":
+                self.sent.again += delta.steps + delta.again
+                self.sent.again_tokens += delta.tokens
+        if self.uploading and fates[self.uploading[0].local_step] != "pending":
+            delta = self.uploading[0]       # in the new model before its own answer has come
+            self.uploading = None
+            self.arrived(trainer, delta, delta)
 
     def share_that_stays(self, trainer) -> float:
         """The share of the prediction error that the weights do not follow.
@@ -3150,15 +3112,34 @@ class DumbDiLoCo:
         merged = max(self.me.merged_step(self.state), self.first_step)
         return share * min(1.0, 2 * (trainer.step - merged) / self.loop_steps())
 
-    def start_again(self, trainer, step: int):
-        """The master has left this node out: what is local goes, the global model is the start."""
-        self.local.in_flight, self.local.ahead = [], 0.0
-        with torch.no_grad():
-            for name, rows in pieces(self.local.shapes):
-                self.local.tensors[name][rows].copy_(self.local.G[name][rows])
-        self.again, self.ramp_from = (0, 0), trainer.step
-        write_line(f"notice   {self.node_id} starts again from the global model: its loss was far "
-                   f"above the others'; is its learning rate right?")
+    def take_over_settings(self, trainer, old: dict, new: dict):
+        """Settings with which the master was started again; a worker's own flags stay."""
+        for section, key, before, now in changes(old, new):
+            own = trainer.config.get(section, {})
+            own = self.settings if section == "distributed" else own
+            is_target = (section, key) == ("run", "max_steps")
+            mine = self.target if is_target else own.get(key, before)
+            if mine != before or type(mine) is not type(now):
+                continue
+            if key not in LIVE.get(section, ()):
+                write_line(f"notice   the master has {section}.{key}={now} now, not {before}: it "
+                           f"counts here when this worker starts again")
+                continue
+            if section == "distributed":
+                try:
+                    complete({key: now})
+                except ValueError as e:
+                    raise Refused(f"the hub's settings: {e}") from None
+            if is_target:
+                self.target = now
+                scheduler = trainer.config.get("scheduler", {})
+                if scheduler.get("max_steps") == before:    # the learning rate ends with the run
+                    scheduler["max_steps"] = now
+            else:
+                own[key] = now
+            write_line(f"setting  {section}.{key} is {now} now, was {before}: the master says so")
+
+    # the end
 
     def at_end(self, trainer, last: bool) -> bool:
         """Whether this node's part of the run is done. `last`: its training has ended, though the
@@ -3177,36 +3158,36 @@ class DumbDiLoCo:
         end = trainer.step if self.state.finished else max(trainer.step, self.end(trainer))
         trainer.config["run"]["max_steps"] = end
 
-    def take_over_settings(self, trainer, old: dict, new: dict):
-        """Settings with which the master was started again; a worker's own flags stay."""
-        for section, key, before, now in changes(old, new):
-            there = trainer.config.get(section, {})
-            there = self.settings if section == "distributed" else there
-            is_target = (section, key) == ("run", "max_steps")
-            mine = self.target if is_target else there.get(key, before)
-            if mine != before or type(mine) is not type(now):
-                continue
-            if key not in LIVE.get(section, ()):
-                write_line(f"notice   the master has {section}.{key}={now} now, not {before}: it "
-                           f"counts here when this worker starts again")
-                continue
-            if section == "distributed":
-                self.settings[key] = complete({key: now})[key]
-            elif is_target:
-                self.target = now
-                stretch(trainer.config, before, now)
-            else:
-                there[key] = now
-            write_line(f"setting  {section}.{key} is {now} now, was {before}: the master says so")
-
-    def wait_for_round(self, trainer):
-        """The synchronous algorithm: go on when the round with this node's work is published."""
-        while self.local.in_flight and not trainer.stop_signal and not self.state.finished:
-            self.take_results(trainer)
-            time.sleep(0.02)
-
     def fail(self, trainer, error: Exception):
         self.failed, trainer.stop_signal = error, type(error).__name__
+
+    # the jobs: they read what they are given, and hand back a record
+
+    def take_results(self, trainer):
+        """What the jobs have brought since the last step; and the next look."""
+        self.tell(trainer)
+        for job in [self.uploading and self.uploading[1], self.looking]:
+            # Unavailable comes only at the end of training: the next start goes on
+            if job and job.error and not isinstance(job.error, Unavailable):
+                return self.fail(trainer, job.error)
+        if self.uploading and self.uploading[1].result:
+            (delta, job), self.uploading = self.uploading, None
+            self.arrived(trainer, delta, job.result)
+        if self.looking and self.looking.result:
+            (self.tag, arrival), self.looking = self.looking.result, None
+            try:
+                if arrival:
+                    self.install(trainer, arrival)
+            except Refused as e:
+                return self.fail(trainer, e)
+        self.begin_look()
+
+    def begin_look(self):
+        now = time.monotonic()
+        if self.looking is None and now >= self.next_look and not (self.closing or self.failed):
+            self.looking = self.job(self.look, (self.tag, self.state))
+            self.next_look = now + poll_interval(self.settings, self.transport, self.loop
+                                                 ) * random.uniform(0.8, 1.2)
 
     def tell(self, trainer):
         while self.errors:
@@ -3214,35 +3195,14 @@ class DumbDiLoCo:
             trainer.emit("hub_error", f"{error}; next try in {retry_in:.0f} s", error=error,
                          retry_in=retry_in)
 
-    # the jobs: they read what they are given, and hand back a record
-
     def patiently(self, work):
-        def failed(error, retry_in):
-            self.errors.append((error, retry_in))
+        return retry(work, lambda *error: self.errors.append(error), lambda: self.closing)
 
-        def stopped():
-            return self.closing
-        return retry(work, failed, stopped)
-
-    def look(self, known: Known):
-        """Raises Unavailable only at the end of training."""
-        def attempt():
-            return look(self.transport, self.folder, self.local.shapes, self.me, known)
-        try:
-            return self.patiently(attempt)
-        except Unavailable:
-            return known.tag, None
+    def look(self, known: tuple):
+        return self.patiently(functools.partial(
+            look, self.transport, self.folder, self.local.shapes, self.me, known))
 
     def upload(self, delta: Delta) -> Delta:
-        file, tried = self.folder / f"delta_{delta.local_step}", []
-
-        def attempt():
-            return upload(self.transport, delta, file, self.me, tried)
-        return self.patiently(attempt)
-
-
-def stretch(config: dict, before: int, now: int):
-    """Let a learning rate curve that ended with the run end with it again."""
-    scheduler = config.get("scheduler", {})
-    if scheduler.get("max_steps") == before:
-        scheduler["max_steps"] = now
+        file = self.folder / f"sent_{delta.local_step}"
+        return self.patiently(functools.partial(
+            upload, self.transport, delta, file, self.me, tried=[]))

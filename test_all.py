@@ -3045,8 +3045,7 @@ class Node:
         self.upload()
 
     def look(self):
-        self.node.looking = Later(self.node.look, diloco.Known(
-            self.node.tag, self.node.state, self.node.refusals))
+        self.node.looking = Later(self.node.look, (self.node.tag, self.node.state))
         self.node.looking.run()
 
     def see(self):
