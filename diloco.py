@@ -1946,12 +1946,17 @@ class MasterOuterLoop:
         self.recent, self.told = deque(maxlen=5), set()     # rounds; topics of advice given
         self.listed, self.listing = None, []    # the version that was listed last
         self.own = []                   # hashes of the states this master has published
-        for attempt in range(5):
+        for pause in (1.0, 2.0, 4.0, 8.0, 0.0):
             try:
                 return self.take_over(weights, published or {})
-            except Superseded:          # a commit came between, of a master that has died, or that
-                if attempt == 4:        # will stop when it sees ours
-                    raise
+            # a commit came between, of a master that has died, or that will stop when it sees ours;
+            # or a file is damaged
+            except (Superseded, Unavailable) as e:
+                error = e
+            self.tell(error.args[0], pause)
+            wait(pause, self.stopped)
+        raise Refused(f"{error.args[0]}; put the file back from the repository's history or from a "
+                      f"machine that trains")
 
     def stopped(self) -> bool:
         return self.stop
@@ -1966,7 +1971,7 @@ class MasterOuterLoop:
 
     def take_over(self, weights: dict, published: dict):
         """Load what is published, or begin, and commit: from then on the commit of any other master
-        fails."""
+        fails. Raises Superseded, or Unavailable if the model does not arrive whole."""
         self.version, self.content = self.transport.read(STEP)
         if self.content is None:
             state, files = self.begin(weights, published)
@@ -1994,7 +1999,8 @@ class MasterOuterLoop:
     def go_on(self, published: dict) -> tuple:
         """(state, files) of the run that is there, with the settings given now."""
         self.state = parse_state(self.content)
-        self.load(self.fetch_global())
+        # keep: not patiently. The version may be gone, or damaged for good
+        self.load(fetch_global(self.transport.transport, self.version, self.state, self.folder))
         self.announce(self.state.config, published.get("config", self.state.config))
         state = dataclasses.replace(copy.deepcopy(self.state), **published)
         target, before = target_of(state.config), target_of(self.state.config)
@@ -2004,22 +2010,6 @@ class MasterOuterLoop:
                 entry.final = False
         keyframe = self.folder / WEIGHTS.replace("/", "_")
         return state, {MODEL: keyframe} if "config.json" in self.files else {}
-
-    def fetch_global(self) -> Arrival:
-        """Raises Superseded if it moves on, Refused if it stays damaged."""
-        for pause in (1.0, 2.0, 4.0, 8.0, 0.0):
-            try:
-                # not patiently: the version may be gone
-                return fetch_global(self.transport.transport, self.version, self.state, self.folder)
-            except Unavailable as e:
-                error, pause = e, max([pause, *e.args[1:]])
-            self.version, there = self.transport.read(STEP)
-            if there not in (None, self.content):
-                raise Superseded("another master has published meanwhile")
-            self.tell(error.args[0], pause)
-            wait(pause, self.stopped)
-        raise Refused(f"{error.args[0]}; put the file back from the repository's history or from a "
-                      f"machine that trains")
 
     def load(self, arrival: Arrival):
         """Weights, momentum and history of what is published."""
@@ -2081,7 +2071,9 @@ class MasterOuterLoop:
         """(deltas to merge, paths to delete). In a fixed order, nodes by name and each by step: the
         order of arrival cannot change a bit."""
         deltas, norms, delete = [], [], []
-        for there, job in self.fetched(waiting):
+        with ThreadPoolExecutor(8) as pool:     # over the Hub each is requests, which take seconds
+            jobs = [pool.submit(self.fetch_delta, there) for there in waiting]
+        for there, job in zip(waiting, jobs):
             try:
                 delta = job.result()
                 check_delta(state, self.settings, delta, there)
@@ -2099,17 +2091,6 @@ class MasterOuterLoop:
             delete.append(there.path)
         limit_norms(state, self.settings["max_norm_ratio"], deltas, norms, self.weights_norm())
         return deltas, delete
-
-    def fetched(self, waiting: list):
-        """Yields each with the future of its Delta, eight ahead: over the Hub a fetch is two
-        requests, which may take seconds."""
-        with ThreadPoolExecutor(8) as pool:
-            ahead = deque()
-            for there in waiting:
-                ahead.append((there, pool.submit(self.fetch_delta, there)))
-                if len(ahead) == 8:
-                    yield ahead.popleft()
-            yield from ahead
 
     def fetch_delta(self, there: Waiting) -> Delta:
         """Raises ValueError for a file that is no delta of this model."""
