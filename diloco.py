@@ -58,7 +58,7 @@ from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 from urllib.parse import quote
 
 import torch
@@ -1377,22 +1377,20 @@ class Arrival:
             fold(update, name, rows, weight, buf)
 
 
-def read_state(transport, patiently=retry, stopped=never) -> tuple:
+def read_state(transport, failed=tell, stopped=never) -> tuple:
     """(version, state) of the newest global model; waits, saying so, while there is none. Raises
     Unavailable once stopped() holds."""
-    def read():
-        try:
-            return transport.read(STEP)
-        except NoRepository as e:
-            return str(e), None
-    told = ""
+    patient, told = Patient(transport, failed, stopped), ""
     while not stopped():
-        version, content = patiently(read)
+        try:
+            version, content = patient.read(STEP)
+            what = "a global model"
+        except NoRepository as e:
+            content, what = None, str(e)
         if content is not None:
             return version, parse_state(content)
-        what = f"for {version}" if ": " in version else "for a global model"
         if what != told:
-            write_line(f"waiting  {what}; is master.py running on this hub?")
+            write_line(f"waiting  for {what}; is master.py running on this hub?")
         told = what
         wait(2.0, stopped)
     raise Unavailable("stopped before there was a global model")
@@ -1594,189 +1592,241 @@ def status(transport, rows: int = 20) -> str:
     return "\n".join([*lines, "", *columns(table)])
 
 # ---- the master
+# The ledger: which delta counts. Each step of a node is merged once, or reported lost. These
+# functions write into a SwarmState; they touch no tensors and no files.
 
 
-class Ledger:
-    """Which delta counts. It writes what happens to the nodes' work into `state.nodes`: each step
-    is merged once, or reported lost. No tensors, no files."""
+def check_delta(state: SwarmState, settings: dict, delta: Delta, there):
+    """Raises ValueError for a delta that is not what its name says, or not of this run."""
+    if delta.run_id != state.run_id:
+        raise ValueError(f"of another run, {delta.run_id[:40]}")
+    if (delta.node_id, delta.local_step) != (there.node, there.local_step):
+        raise ValueError(f"its header says {delta.node_id[:64]} at step {delta.local_step}")
+    if delta.base_outer_step > state.outer_step:
+        raise ValueError(f"based on outer step {delta.base_outer_step}, which does not exist")
+    # the fastest node that the clock counts is at most twice as far as the mean
+    target = target_of(state.config)
+    if target and delta.local_step > 2 * target + settings["inner_steps"]:
+        raise ValueError(f"step {delta.local_step} is beyond the end of the run")
 
-    def __init__(self, state: SwarmState, settings: dict):
-        self.state, self.nodes, self.settings = state, state.nodes, settings
 
-    def book(self, delta: Delta, norm: float):
-        """Record a delta that is to be merged. Raises ValueError with the reason to refuse it; its
-        steps are then recorded as lost, where they are known."""
-        entry = self.nodes.setdefault(delta.node_id, NodeState(last_seen=time.time()))
-        same = delta.lineage == entry.lineage
-        if same and delta.local_step <= entry.local_step:
-            raise Replay(f"a replay: step {entry.local_step} is merged already")
-        if delta.incarnation < entry.incarnation:
-            entry.lost += delta.steps
-            raise ValueError("of a process whose node ID a newer one has taken over")
-        before = entry.local_step if same else delta.first_step
-        gap = delta.local_step - delta.steps - before
-        entry.gaps = entry.gaps if same else []
-        entry.lineage, entry.incarnation = delta.lineage, delta.incarnation
-        entry.local_step, entry.last_seen = delta.local_step, time.time()
-        if gap < 0:
-            entry.lost += delta.local_step - before
-            raise ValueError(f"of {delta.steps} steps, {-gap} of which are not new")
-        if gap:     # what was sent in between did not come, or was bad; the node may send it again
-            entry.lost += gap
-            entry.gaps = [*entry.gaps[-19:], [before, before + gap]]
-        earlier, entry.loss = entry.loss, delta.loss
-        entry.seconds, entry.final = delta.seconds, delta.final
-        entry.pace = delta.seconds / max(1, delta.steps)
-        entry.base_outer_step = delta.base_outer_step
-        if not norm < math.inf:
-            entry.lost += delta.steps
-            raise ValueError("it holds numbers that are not finite")
-        self.judge(delta, entry, earlier)
-        again = min(delta.again, entry.lost)        # reported lost before, and in this delta
-        entry.lost -= again
-        entry.steps += delta.steps + again
-        entry.tokens += delta.tokens
+def book(state: SwarmState, delta: Delta, norm: float):
+    """Record a delta that is to be merged. Raises ValueError with the reason to refuse it: its
+    steps are then recorded as lost, where they are known."""
+    entry = state.nodes.setdefault(delta.node_id, NodeState(last_seen=time.time()))
+    same = delta.lineage == entry.lineage
+    if same and delta.local_step <= entry.local_step:
+        raise Replay(f"a replay: step {entry.local_step} is merged already")
+    if delta.incarnation < entry.incarnation:
+        entry.lost += delta.steps
+        raise ValueError("of a process whose node ID a newer one has taken over")
+    before = entry.local_step if same else delta.first_step
+    gap = delta.local_step - delta.steps - before
+    entry.gaps = entry.gaps if same else []
+    if gap > 0:     # what was sent in between did not come, or was bad; the node may send it again
+        entry.gaps = [*entry.gaps[-19:], [before, before + gap]]
+    entry.lost += delta.local_step - before         # until this delta is found good
+    earlier = entry.loss
+    note_delta(entry, delta)
+    if gap < 0:
+        raise ValueError(f"of {delta.steps} steps, {-gap} of which are not new")
+    if not norm < math.inf:
+        raise ValueError("it holds numbers that are not finite")
+    judge_loss(state, delta, entry, earlier)
+    again = min(delta.again, entry.lost - delta.steps)      # reported lost before
+    entry.lost -= delta.steps + again
+    entry.steps += delta.steps + again
+    entry.tokens += delta.tokens
 
-    def judge(self, delta: Delta, entry: NodeState, earlier: float | None):
-        """Leave out a node whose training loss stays far above that of the others; not one that
-        only lags behind, whose loss falls from the `earlier` one. Raises ValueError, with a second
-        argument: the node starts again from the global model."""
-        at_work = active_nodes(self.nodes, self.state.outer_step)
-        others = [self.nodes[node].loss for node in at_work - {delta.node_id}
-                  if self.nodes[node].above == 0 and self.nodes[node].loss is not None]
-        usual = statistics.median_low(others) if others else delta.loss
-        out = entry.above >= STRIKES
-        far = delta.loss - usual > (NEAR if out else FAR_ABOVE) * abs(usual)
-        if earlier is not None and not out:
-            far = far and delta.loss > earlier - NEAR * abs(earlier)
-        entry.above = entry.above + 1 if far else 0
-        if entry.above >= STRIKES:
-            entry.lost += delta.steps
-            raise ValueError(f"its training loss {delta.loss:.3f} stays far above the others' "
-                             f"{usual:.3f}: the node starts again from the global model", True)
 
-    def check(self, delta: Delta, node: str, local_step: int):
-        """Raises ValueError for a delta that is not what its path says, or not of this run."""
-        if delta.run_id != self.state.run_id:
-            raise ValueError(f"of another run, {delta.run_id[:40]}")
-        if delta.node_id != node or delta.local_step != local_step:
-            raise ValueError(f"its header says {delta.node_id[:64]} at step {delta.local_step}")
-        if delta.base_outer_step > self.state.outer_step:
-            raise ValueError(f"based on outer step {delta.base_outer_step}, which does not exist")
-        # the fastest node that the clock counts is at most twice as far as the mean
-        end = 2 * target_of(self.state.config) + self.settings["inner_steps"]
-        if local_step > end > self.settings["inner_steps"]:
-            raise ValueError(f"step {local_step} is beyond the end of the run")
+def note_delta(entry: NodeState, delta: Delta):
+    """What a node's entry says of its newest delta, merged or not."""
+    for name in ("lineage", "incarnation", "local_step", "base_outer_step", "loss", "seconds",
+                 "final"):
+        setattr(entry, name, getattr(delta, name))
+    entry.pace, entry.last_seen = delta.seconds / max(1, delta.steps), time.time()
 
-    def refuse(self, node: str, local_step: int, reason: str, restart: bool):
-        """Tell a node that is known; what strangers send is not kept."""
-        entry = self.nodes.get(node)
-        if entry:
-            entry.refusals += 1
-            refusal = Refusal(number=entry.refusals, local_step=local_step, reason=reason,
-                              restart=restart)
-            entry.refused = [*entry.refused[-19:], refusal]
 
-    def limit_norms(self, deltas: list, norms: list, weights_norm: float):
-        """Scale outsized deltas down: to max_norm_ratio medians of the NODES' norms, so that no
-        node decides for all, and never above the norm of the global weights."""
-        ratio = self.settings["max_norm_ratio"]
-        latest = {node: entry.norm for node, entry in self.nodes.items() if entry.norm}
-        for delta, norm in zip(deltas, norms):
-            latest.setdefault(delta.node_id, norm)
-        limit = math.inf
-        if ratio and latest:
-            limit = min(ratio * statistics.median_low(latest.values()), weights_norm or math.inf)
-        for delta, norm in zip(deltas, norms):
-            delta.scale = min(1.0, limit / norm) if norm else 1.0
-            self.nodes[delta.node_id].norm = min(norm, limit)
+def judge_loss(state: SwarmState, delta: Delta, entry: NodeState, earlier: float | None):
+    """Leave out a node whose training loss stays far above that of the others; not one that only
+    lags behind, whose loss falls from the `earlier` one. Raises ValueError, with a second argument:
+    the node starts again from the global model."""
+    at_work = active_nodes(state.nodes, state.outer_step) - {delta.node_id}
+    others = [state.nodes[node].loss for node in at_work if state.nodes[node].above == 0]
+    usual = statistics.median_low([loss for loss in others if loss is not None] or [delta.loss])
+    excess = delta.loss - usual
+    if entry.above >= STRIKES:
+        far = excess > NEAR * abs(usual)
+    else:
+        falls = earlier is not None and delta.loss <= earlier - NEAR * abs(earlier)
+        far = excess > FAR_ABOVE * abs(usual) and not falls
+    entry.above = entry.above + 1 if far else 0
+    if entry.above >= STRIKES:
+        raise ValueError(f"its training loss {delta.loss:.3f} stays far above the others' "
+                         f"{usual:.3f}: the node starts again from the global model", True)
 
-    def forget(self, waiting):
-        """Nodes that have sent nothing for long leave the state; sums of their work stay."""
-        now, former = time.time(), Counter(self.state.former)
-        for node, entry in list(self.nodes.items()):
-            entry.last_seen = min(entry.last_seen, now)
-            if now - entry.last_seen > FORGET_AFTER and node not in waiting:
-                former.update(nodes=1, steps=entry.steps, lost=entry.lost, tokens=entry.tokens)
-                del self.nodes[node]
-        self.state.former = dict(former)
 
-    def finished(self) -> bool:
-        """Whether the run has come to its end: the outer steps, the nodes' mean progress, or every
-        node has."""
-        state, target = self.state, target_of(self.state.config)
-        if 0 < self.settings["max_outer_steps"] <= state.outer_step:
-            return True
-        there = members(self.nodes, state.outer_step)
-        steps = [self.nodes[node].local_step for node in there]
-        ended = bool(there) and not active_nodes(self.nodes, state.outer_step)
-        return target > 0 and (mean_progress(steps) >= target or ended)
+def note_refusal(state: SwarmState, node: str, local_step: int, reason: str, restart: bool):
+    """For a node that is known, to be told; what strangers send is not kept."""
+    entry = state.nodes.get(node)
+    if entry:
+        entry.refusals += 1
+        refusal = Refusal(number=entry.refusals, local_step=local_step, reason=reason,
+                          restart=restart)
+        entry.refused = [*entry.refused[-19:], refusal]
+
+
+def limit_norms(state: SwarmState, ratio: float, deltas: list, norms: list, most: float):
+    """Scale outsized deltas down: to `ratio` medians of the NODES' norms, so that no node decides
+    for all, and never above `most`, the norm of the global weights."""
+    latest = {node: entry.norm for node, entry in state.nodes.items() if entry.norm}
+    for delta, norm in zip(deltas, norms):
+        latest.setdefault(delta.node_id, norm)
+    limit = math.inf
+    if ratio and latest:
+        limit = min(ratio * statistics.median_low(latest.values()), most or math.inf)
+    for delta, norm in zip(deltas, norms):
+        delta.scale = min(1.0, limit / norm) if norm else 1.0
+        state.nodes[delta.node_id].norm = min(norm, limit)
+
+
+def forget_nodes(state: SwarmState, waiting: set):
+    """Nodes that have sent nothing for long leave the state; sums of their work stay."""
+    now, former = time.time(), Counter(state.former)
+    for node, entry in list(state.nodes.items()):
+        entry.last_seen = min(entry.last_seen, now)     # a clock may have been ahead
+        if now - entry.last_seen > FORGET_AFTER and node not in waiting:
+            former.update(nodes=1, steps=entry.steps, lost=entry.lost, tokens=entry.tokens)
+            del state.nodes[node]
+    state.former = dict(former)
+
+
+def note_round(state: SwarmState, deltas: list, line: dict):
+    """Write a round into the state, its curve and the line of the history."""
+    nodes = sorted({delta.node_id for delta in deltas})
+    for node in nodes:
+        state.nodes[node].outer_step = state.outer_step
+    there = members(state.nodes, state.outer_step)
+    mean = mean_progress([state.nodes[node].local_step for node in there])
+    state.progress = max(state.progress, int(mean))
+    line["outer_step"] = state.outer_step
+    line["merged"] = [
+        {"node": d.node_id, "local_step": d.local_step, "base_outer_step": d.base_outer_step,
+         "steps": d.steps + d.again, "tokens": d.tokens, "loss": d.loss,
+         "norm": state.nodes[d.node_id].norm} for d in deltas]
+    loss = statistics.mean(delta.loss for delta in deltas)
+    state.curve.append([state.outer_step, state.progress, loss, line["norm"], ",".join(nodes)[:40]])
+    if len(state.curve) > 400:              # half as fine: the state stays small
+        state.curve = state.curve[:-1:2] + state.curve[-1:]
+
+
+def has_finished(state: SwarmState, settings: dict) -> bool:
+    """Whether the run has come to its end: the outer steps, the nodes' mean progress, or every node
+    has."""
+    if 0 < settings["max_outer_steps"] <= state.outer_step:
+        return True
+    target, there = target_of(state.config), members(state.nodes, state.outer_step)
+    ended = bool(there) and not active_nodes(state.nodes, state.outer_step)
+    mean = mean_progress([state.nodes[node].local_step for node in there])
+    return target > 0 and (mean >= target or ended)
+
+
+# What a master says of a swarm.
+
+
+def advice(settings: dict, rounds: list):
+    """Yields (topic, text) of what is known to go badly in the newest rounds, lines of the history,
+    and the setting that helps."""
+    inner_steps, merged = settings["inner_steps"], [line["merged"] for line in rounds]
+    if inner_steps <= 10 and settings["outer_momentum"] >= 0.9:
+        yield "short", (f"an outer momentum of {settings['outer_momentum']} over inner loops of "
+                        f"{inner_steps} steps overshoots: raise --inner-steps, or lower "
+                        f"--outer-momentum to 0.6")
+    age = statistics.median(rounds[-1]["outer_step"] - 1 - m["base_outer_step"] for m in merged[-1])
+    if age >= 3:
+        yield "stale", ("deltas come three and more rounds late: raise --inner-steps, so that an "
+                        "inner loop is longer than an upload and a download")
+    if len(rounds) < 5:
+        return
+    loops = statistics.median(statistics.median(m["steps"] for m in entries)
+                              for entries in merged) / inner_steps
+    if loops >= 4:
+        yield "long", (f"a round takes {loops:.0f} inner loops: raise --inner-steps to "
+                       f"{inner_steps * loops:.0f}")
+    tokens = Counter()
+    for m in sum(merged, []):
+        tokens[m["node"]] += m["tokens"]
+    node, most = tokens.most_common(1)[0]
+    if len(tokens) > 2 and most > tokens.total() / 2:
+        yield "large", (f"node {node} trains more than half of the tokens of the last rounds, and "
+                        f"counts as one of {len(tokens)}: a larger --target-batch-size there makes "
+                        f"its deltas better")
+
+
+def changes(old: dict, new: dict):
+    """Yields (section, key, before, now) of the settings that differ."""
+    for section, values in new.items():
+        before = old.get(section, {})
+        for key, value in values.items():
+            there = before.get(key, value)
+            # JSON has lists only
+            if (list(there) if isinstance(there, tuple) else there) != (
+                    list(value) if isinstance(value, tuple) else value):
+                yield section, key, there, value
 
 
 BEGIN = "<!-- swarm: from here to the closing mark the master writes; the rest is yours -->"
 END = "<!-- swarm: end -->"
 
 
-class Page:
-    """README.md of the repository and its picture: a model card for who comes by. `draw(curves)`
-    -> the picture's content makes one of {"train": [(step, loss)], "val": [(step, loss)]}."""
+def page_card(settings: dict, exported: bool) -> str:
+    """The page's first version, which the owner may change: metadata of the Hub, and a title."""
+    lines = ["---", "pipeline_tag: text-generation"]
+    if settings["license"]:
+        lines.append(f"license: {settings['license']}")
+    if exported:
+        lines.append("library_name: transformers")
+    name = settings["hub"].rstrip("/").split("/")[-1]
+    return "\n".join([*lines, "tags:", "- text-generation", "- dumbdiloco",
+                      "- distributed-training", "---", f"# {name}"])
 
-    def __init__(self, settings: dict, parameters: int, exported: bool, draw):
-        self.settings, self.parameters, self.exported = settings, parameters, exported
-        self.draw, self.made_at = draw, -math.inf
 
-    def due(self) -> bool:
-        return self.draw is not None and time.monotonic() - self.made_at >= PAGE_EVERY
+def page_part(state: SwarmState, hub: str, parameters: int, picture: bool) -> str:
+    """The part of the page that the master writes."""
+    of = {section: state.config.get(section, {}) for section in ("model", "data")}
+    tokens = state.former.get("tokens", 0) + sum(e.tokens for e in state.nodes.values())
+    val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
+    titles, *rows = node_table(state, Counter())
+    lines = [
+        BEGIN, f"A model of {parameters:,} parameters (`{of['model'].get('name')}`), "
+        f"trained on `{of['data'].get('path')}` by a swarm of {len(state.nodes)} node(s) that "
+        f"share what they learn through this repository.", "",
+        f"**Outer step {state.outer_step:,}, step {state.progress:,} of "
+        f"{target_of(state.config):,}**, {tokens:,} tokens{val}.", ""]
+    if picture:
+        lines += [f"![loss against steps]({CURVE})", ""]
+    lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", "To join, with a token in HF_TOKEN that may write here:", "",
+                      "```", f"python worker.py --hub={hub} --node-id=NAME", "```", END])
 
-    def files(self, old: str, state: SwarmState, log) -> dict:
-        """{path: bytes} of a new version: with the owner's words in it that are in `old`."""
-        curves = {"train": [(step, loss) for _, step, loss, *_ in state.curve],
-                  "val": [(step, loss) for _, step, loss in state.val]}
-        files = {}
-        try:
-            picture = self.draw(curves)
-            files[CURVE] = picture if isinstance(picture, bytes) else picture.encode()
-        except Exception as e:      # numbers from nodes, a missing package: no page fails for it
-            log(f"notice   no picture on the page: {type(e).__name__} {e}")
-        part = self.part(state, bool(files))
-        if not old.strip():
-            old = self.card()
-        before, begin, rest = old.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            before, after = old.replace(BEGIN, "").rstrip() + "\n\n", "\n"
-        return {**files, PAGE: (before + part + after).encode(errors="replace")}
 
-    def card(self) -> str:
-        """What the owner may change: the metadata of the Hub, and a title."""
-        lines = ["---", "pipeline_tag: text-generation"]
-        if self.settings["license"]:
-            lines.append(f"license: {self.settings['license']}")
-        if self.exported:
-            lines.append("library_name: transformers")
-        name = self.settings["hub"].rstrip("/").split("/")[-1]
-        return "\n".join([*lines, "tags:", "- text-generation", "- dumbdiloco",
-                          "- distributed-training", "---", f"# {name}"])
+def replace_part(page: str, part: str) -> str:
+    """The page with a new part between the marks; without them it goes to the end."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        before, after = page.replace(BEGIN, "").rstrip() + "\n\n", "\n"
+    return before + part + after
 
-    def part(self, state: SwarmState, picture: bool) -> str:
-        """What the master writes."""
-        of = {section: state.config.get(section, {}) for section in ("model", "data")}
-        tokens = state.former.get("tokens", 0) + sum(e.tokens for e in state.nodes.values())
-        val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
-        titles, *rows = node_table(state, Counter())
-        lines = [
-            BEGIN, f"A model of {self.parameters:,} parameters (`{of['model'].get('name')}`), "
-            f"trained on `{of['data'].get('path')}` by a swarm of {len(state.nodes)} node(s) that "
-            f"share what they learn through this repository.", "",
-            f"**Outer step {state.outer_step:,}, step {state.progress:,} of "
-            f"{target_of(state.config):,}**, {tokens:,} tokens{val}.", ""]
-        if picture:
-            lines += [f"![loss against steps]({CURVE})", ""]
-        lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        hub = self.settings["hub"]
-        return "\n".join([*lines, "", "To join, with a token in HF_TOKEN that may write here:", "",
-                          "```", f"python worker.py --hub={hub} --node-id=NAME", "```", END])
+
+class Waiting(NamedTuple):
+    """A file below nodes/ that has the name of a delta. They sort by node and step."""
+    node: str
+    local_step: int
+    path: str
+    size: int
+    tag: str
 
 
 class MasterOuterLoop:
@@ -1788,8 +1838,9 @@ class MasterOuterLoop:
     no model yet; of one that does, `published` is brought up to date. evaluate(weights, step) ->
     None, or a function that returns the validation loss and is run in the background: it must not
     read the weights, which move on. files: {name: bytes} that make the repository a model of
-    transformers. draw(curves) -> the picture of the page. Raises Refused when another master takes
-    over. Memory: 8 bytes a parameter, and 2 more while it publishes.
+    transformers. draw(curves) -> the picture of the page, of {"train": [(step, loss)], "val": the
+    same}; without it there is no page. Raises Refused when another master takes over. Memory: 8
+    bytes a parameter, and 2 more while it publishes.
     """
 
     def __init__(self, transport, settings: dict, weights: dict, published=None, evaluate=None,
@@ -1797,26 +1848,29 @@ class MasterOuterLoop:
         return_freed_memory()
         self.transport = Patient(transport, self.tell, self.stopped)
         self.settings, self.log = complete(settings), log
-        self.evaluate, self.evaluation = evaluate, None     # the job under way
-        self.files = files or {}
+        self.evaluate, self.files, self.draw = evaluate, files or {}, draw
         self.shapes = shapes_of(weights)
         self.parameters = sum(math.prod(shape) for shape in self.shapes.values())
-        self.page = Page(self.settings, self.parameters, "config.json" in self.files, draw)
         self.work = workspace()
         self.folder = Path(self.work.name)
         self.stop = False
-        self.started, self.heard = time.monotonic(), time.monotonic()
+        self.evaluation = None          # under way: (outer step, step, Job)
         self.first_seen = None          # when the first delta of the coming round was seen
-        self.warned, self.squashed = set(), -math.inf
-        self.recent = deque(maxlen=5)   # of the last rounds: {node: (steps, tokens)}
+        self.page_made = -math.inf      # when the page was published
+        self.recent, self.told = deque(maxlen=5), set()     # rounds; topics of advice given
         self.listed, self.listing = None, []    # the version that was listed last
         self.own = []                   # hashes of the states this master has published
-        for attempt in range(5):
+        for pause in (1.0, 2.0, 4.0, 8.0, 0.0):
             try:
                 return self.take_over(weights, published or {})
-            except Superseded:          # a commit came between, of a master that has died, or that
-                if attempt == 4:        # will stop when it sees ours
-                    raise
+            # a commit came between, of a master that has died, or that will stop when it sees ours;
+            # or a file is damaged
+            except (Superseded, Unavailable) as e:
+                error = e
+            self.tell(error.args[0], pause)
+            wait(pause, self.stopped)
+        raise Refused(f"{error.args[0]}; put the file back from the repository's history or from a "
+                      f"machine that trains")
 
     def stopped(self) -> bool:
         return self.stop
@@ -1830,60 +1884,49 @@ class MasterOuterLoop:
     # the start
 
     def take_over(self, weights: dict, published: dict):
-        """Load what is published, and commit: from then on the commit of any other master fails."""
+        """Load what is published, or begin, and commit: from then on the commit of any other master
+        fails. Raises Superseded, or Unavailable if the model does not arrive whole."""
         self.version, self.content = self.transport.read(STEP)
-        files, self.history = dict(self.files), b""
         if self.content is None:
-            self.refuse_to_overwrite()
-            state = self.state = SwarmState(os.urandom(8).hex(), **published)
-            self.weights = {k: v.detach().to("cpu", torch.float32, copy=True).contiguous()
-                            for k, v in weights.items()}
-            self.momentum = {k: torch.zeros_like(v) for k, v in self.weights.items()}
-            files |= self.write_keyframe(state, exact=False)
+            state, files = self.begin(weights, published)
         else:
-            self.state = parse_state(self.content)
-            self.load(self.state)
-            self.announce(self.state.config, published.get("config", self.state.config))
-            state = dataclasses.replace(copy.deepcopy(self.state), **published)
-            target, before = target_of(state.config), target_of(self.state.config)
-            state.finished = 0 < target <= min(before, state.progress)
-            if target > before:         # those who have ended may go on
-                for entry in state.nodes.values():
-                    entry.final = False
-            if "config.json" in files:
-                files[MODEL] = self.folder / "keyframe"
+            state, files = self.go_on(published)
         state.master = os.urandom(4).hex()
         state.bucket = getattr(self.transport, "bucket", "") or ""
-        self.publish(state, files)
+        self.publish(state, {**self.files, **files})
         self.log(f"master   at outer step {state.outer_step} of run {state.run_id}: "
                  f"{'the swarm has finished' if state.finished else 'waiting for deltas'}")
 
-    def refuse_to_overwrite(self):
-        """A model without a readable state is precious: raises Refused."""
+    def begin(self, weights: dict, published: dict) -> tuple:
+        """(state, files) of a new run. Raises Refused where there is a model without a readable
+        state: it is precious."""
         found = [path for path, _, _ in self.transport.list("global/", self.version)]
         if found:
             raise Refused(f"the hub holds {found[0]} but no {STEP}, and a new run would overwrite "
                           f"it: {RECOVER}, or use another --hub")
+        self.state, self.history = SwarmState(os.urandom(8).hex(), **published), b""
+        self.weights = {k: v.detach().to("cpu", torch.float32, copy=True).contiguous()
+                        for k, v in weights.items()}
+        self.momentum = {k: torch.zeros_like(v) for k, v in self.weights.items()}
+        return self.state, self.write_keyframe(self.state, exact=False)
 
-    def load(self, state: SwarmState):
-        """Weights and momentum of what is published, folded from keyframe and updates."""
-        damaged = 0
+    def go_on(self, published: dict) -> tuple:
+        """(state, files) of the run that is there, with the settings given now."""
+        self.state = parse_state(self.content)
+        # keep: not patiently. The version may be gone, or damaged for good
+        self.load(fetch_global(self.transport.transport, self.version, self.state, self.folder))
+        self.announce(self.state.config, published.get("config", self.state.config))
+        state = dataclasses.replace(copy.deepcopy(self.state), **published)
+        target, before = target_of(state.config), target_of(self.state.config)
+        state.finished = 0 < target <= min(before, state.progress)
+        if target > before:         # those who have ended may go on
+            for entry in state.nodes.values():
+                entry.final = False
+        keyframe = self.folder / WEIGHTS.replace("/", "_")
+        return state, {MODEL: keyframe} if "config.json" in self.files else {}
 
-        def fetch():
-            nonlocal damaged
-            try:
-                # not patiently: the version may be gone, which is looked at below
-                return fetch_global(self.transport.transport, self.version, state, self.folder)
-            except Unavailable as e:
-                self.version, there = self.transport.read(STEP)
-                if there not in (None, self.content):
-                    raise Superseded("another master has published meanwhile") from None
-                damaged += 1
-                if damaged == 5:
-                    raise Refused(f"{e.args[0]}; put the file back from the repository's history "
-                                  f"or from a machine that trains") from e
-                raise
-        arrival = self.patiently(fetch)
+    def load(self, arrival: Arrival):
+        """Weights, momentum and history of what is published."""
         if shapes_of(arrival.keyframe) != self.shapes:
             raise Refused("the model on this hub is another one: leave the flags of the model "
                           "out, or use another --hub")
@@ -1891,9 +1934,7 @@ class MasterOuterLoop:
         self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
         for name, rows in pieces(self.shapes):
             arrival.advance(name, rows, self.weights[name][rows], self.momentum[name][rows])
-        os.replace(self.folder / WEIGHTS.replace("/", "_"), self.folder / "keyframe")
-
-        segment = HISTORY.format(state.keyframe)
+        segment = HISTORY.format(arrival.state.keyframe)
         self.history = self.transport.read(segment, self.version)[1] or b""
 
     def announce(self, old: dict, new: dict):
@@ -1905,7 +1946,130 @@ class MasterOuterLoop:
             self.log(f"setting  {section}.{key} is {now} now, was {before}: the workers take it "
                      f"over")
 
+    # the outer round
+
+    def sync_once(self) -> int:
+        """One outer round over the deltas that are there now. Returns the outer step; without
+        deltas nothing happens. Raises Superseded if another master has published since."""
+        began = time.monotonic()
+        waiting, strange = self.waiting()
+        if not waiting and not strange:
+            return self.state.outer_step
+        state = copy.deepcopy(self.state)       # published at the end
+        line = {"event": "round", "outer_step": state.outer_step, "merged": [], "refused": [],
+                "strange": len(strange)}
+        deltas, delete = self.collect(state, waiting, line)
+        broken = self.damaged()
+        files = self.outer_step(state, deltas, line) if deltas else {}
+        if broken and state.keyframe != state.outer_step:
+            self.log(f"notice   {broken} was damaged or gone: a keyframe is published")
+            files |= self.write_keyframe(state, exact=True)
+        state.strange += len(strange)
+        if not state.bucket:
+            state.committed += sum(delta.size for delta in waiting)
+        forget_nodes(state, {delta.node for delta in waiting})
+        self.take_value(state, line)
+        line |= {"bytes_in": sum(delta.bytes for delta in deltas),
+                 "bytes_out": sum(f.stat().st_size for f in set(files.values())),
+                 "seconds": time.monotonic() - began, "time": time.time()}
+        self.publish(state, files, line, [*delete, *strange])
+        self.first_seen = None
+        self.report(line, deltas)
+        if deltas:
+            self.begin_evaluation(state.progress)
+        if 0 < self.settings["squash_gb"] * 1e9 <= state.committed:
+            self.squash(f"{state.committed / 1e9:.1f} GB were committed since the last time")
+        return state.outer_step
+
+    def collect(self, state: SwarmState, waiting: list, line: dict) -> tuple:
+        """(deltas to merge, paths to delete). In a fixed order, nodes by name and each by step: the
+        order of arrival cannot change a bit."""
+        deltas, norms, delete = [], [], []
+        with ThreadPoolExecutor(8) as pool:     # over the Hub each is requests, which take seconds
+            jobs = [pool.submit(self.fetch_delta, there) for there in waiting]
+        for there, job in zip(waiting, jobs):
+            try:
+                delta = job.result()
+                check_delta(state, self.settings, delta, there)
+                norm = norm_of(delta.stored, self.shapes, delta.codec)
+                book(state, delta, norm)
+                deltas.append(delta)
+                norms.append(norm)
+            except FileNotFoundError:       # gone since it was listed
+                continue
+            except ValueError as e:
+                reason = "".join(c if c.isprintable() else "?" for c in str(e.args[0])[:200])
+                line["refused"].append({"path": there.path, "reason": reason})
+                if not isinstance(e, Replay):       # else it is merged: nothing to tell the node
+                    note_refusal(state, there.node, there.local_step, reason, len(e.args) > 1)
+            delete.append(there.path)
+        limit_norms(state, self.settings["max_norm_ratio"], deltas, norms, self.weights_norm())
+        return deltas, delete
+
+    def fetch_delta(self, there: Waiting) -> Delta:
+        """Raises ValueError for a file that is no delta of this model."""
+        if there.size > 4 * self.parameters + (1 << 20) + 400 * len(self.shapes):
+            raise ValueError(f"{there.size:,} bytes, more than this model can need")
+        file = self.folder / there.path.replace("/", "_")
+        self.transport.fetch(there.path, self.version, file, there.tag)
+        try:
+            return Delta.open(file, self.shapes)
+        finally:
+            file.unlink()           # it stays mapped
+
+    def weights_norm(self) -> float:
+        return math.sqrt(sum(torch.linalg.vector_norm(self.weights[name][rows]).item() ** 2
+                             for name, rows in pieces(self.shapes)))
+
+    def outer_step(self, state: SwarmState, deltas: list, line: dict) -> dict:
+        """Merge the deltas: one Nesterov step, piece by piece, coded as an update, and folded into
+        weights and momentum as every reader does it. {path: file} to publish."""
+        contributors = {delta.node_id for delta in deltas}
+        # those who have finished count: else a slow node's last steps, without the others' to
+        # average out their noise, would move the model as far as all together did
+        num_nodes = len(contributors | members(state.nodes, state.outer_step + 1))
+        update = self.new_update(state, len(contributors) / num_nodes)
+        state.outer_step += 1
+        state.part = (state.part + update.f) / 2
+        for name, rows in pieces(self.shapes):
+            weight, buf = self.weights[name][rows], self.momentum[name][rows]
+            g = torch.zeros_like(weight)
+            for delta in deltas:
+                g.add_(delta.piece(name, rows).mul_(delta.scale))
+            if name in state.buffers:
+                u = g / len(contributors)
+            else:
+                u = nesterov(g / num_nodes, buf, update)
+            encode_piece(update.stored, name, rows, u, update.codec, self.shapes[name])
+            fold(update, name, rows, weight, buf)
+        path, file = UPDATE.format(state.outer_step), self.folder / "update"
+        header = {k: str(getattr(update, k)) for k in ("f", "mu", "decay", "outer_lr", "keyframe",
+                                                       "codec")}
+        state.files[path] = self.write(file, update.stored, header)
+        line["norm"] = norm_of(update.stored, self.shapes, update.codec)
+        update.stored = None                    # its memory, before that of a keyframe
+        note_round(state, deltas, line)
+        if state.outer_step % self.settings["keyframe_every"] == 0:
+            return {path: file, **self.write_keyframe(state, exact=False)}
+        return {path: file}
+
+    def new_update(self, state: SwarmState, f: float) -> Update:
+        """The update of the coming round, to which a part f of the nodes has contributed."""
+        mu, codec = outer_momentum(self.settings, state.outer_step), self.settings["codec"]
+        keyframe = (state.outer_step + 1) % self.settings["keyframe_every"] == 0
+        rounded = keyframe and codec != "fp32"
+        codec = "int8" if codec in ("int4", "int2") else codec  # finer: no residual has to be kept
+        return Update(f, mu, mu ** f, float(self.settings["outer_lr"]), rounded, codec,
+                      state.buffers, self.shapes, empty_stored(self.shapes, codec))
+
     # publication
+
+    def write(self, file: Path, tensors: dict, header: dict) -> dict:
+        """Write a file of the global model. What the state says of it."""
+        def attempt():
+            file.unlink(missing_ok=True)        # tensors may be mapped from the old one
+            return save(tensors, file, header)
+        return self.patiently(attempt)
 
     def write_keyframe(self, state: SwarmState, exact: bool) -> dict:
         """{path: file} of the whole model as it is now, put down in `state`. The momentum is bf16,
@@ -1913,18 +2077,14 @@ class MasterOuterLoop:
         momentum = self.momentum
         if self.settings["codec"] != "fp32" and not exact:
             momentum = {k: v.bfloat16() for k, v in momentum.items()}
-        files = {WEIGHTS: self.folder / "keyframe", MOMENTUM: self.folder / "momentum"}
-        for path, tensors in ((WEIGHTS, self.weights), (MOMENTUM, momentum)):
-            def write():
-                files[path].unlink(missing_ok=True)     # tensors may be mapped from the old one
-                return save(tensors, files[path], {"format": "pt"})
-            state.files[path] = self.patiently(write)
         # who follows may be a few rounds behind: the updates before this keyframe stay until the
         # next one
-        kept = {UPDATE.format(n) for n in range(state.keyframe + 1, state.outer_step + 1)}
-        state.files = {path: file for path, file in state.files.items() if path in files
-                       or path in kept}
-        state.keyframe = state.outer_step
+        kept = updates_after(state.keyframe, state)
+        state.files = {path: state.files[path] for path in kept if path in state.files}
+        state.keyframe, files = state.outer_step, {}
+        for path, tensors in ((WEIGHTS, self.weights), (MOMENTUM, momentum)):
+            files[path] = self.folder / path.replace("/", "_")
+            state.files[path] = self.write(files[path], tensors, {"format": "pt"})
         if "config.json" in self.files:
             files[MODEL] = files[WEIGHTS]       # one file under two names: one upload
         return files
@@ -1936,49 +2096,45 @@ class MasterOuterLoop:
         if line:
             segment += json.dumps(line).encode() + b"\n"
             files = {**files, HISTORY.format(state.keyframe): segment}
-        gone = set(self.state.files) - set(state.files)
         state.momentum = outer_momentum(self.settings, state.outer_step)
         state.outer_lr = float(self.settings["outer_lr"])
-        state.finished = state.finished or Ledger(state, self.settings).finished()
+        state.finished = state.finished or has_finished(state, self.settings)
         state.published = time.time()
         state.commits = [t for t in state.commits if t > state.published - 7200][-200:]
         state.commits.append(state.published)
         state.committed += sum(v["size"] for path, v in state.files.items()
                                if path in files and not (state.bucket and IN_BUCKET.match(path)))
         content = state.content()
-        self.commit({**files, STEP: content}, set(delete) | gone, state)
+        self.commit({**files, STEP: content}, {*delete, *self.state.files.keys() - state.files},
+                    f"outer step {state.outer_step}")
         self.state, self.content, self.history = state, content, segment
         self.own = [*self.own, hashlib.sha256(content).hexdigest()][-8:]
 
-    def commit(self, add: dict, delete: set, state: SwarmState):
+    def commit(self, add: dict, delete: set, message: str):
         """Make a commit on the head. One that may have been made is looked for before it is tried
         again."""
-        def attempt():
-            for tried in range(5):
-                try:
-                    self.version = self.transport.commit(add, sorted(delete), self.version,
-                                                         f"outer step {state.outer_step}")
-                    return
-                except StorageFull:
-                    # what a squash frees comes back after hours: not again and again
-                    if time.monotonic() - self.squashed >= 3600:
-                        self.squash("its storage is full")
-                    raise
-                except (Conflict, Unavailable) as e:
-                    doubt = e
-                self.version, there = self.transport.read(STEP)
-                if there == add[STEP]:
-                    return
-                self.must_be_ours(there)
-                if isinstance(doubt, Unavailable):
-                    raise doubt
-                # only deltas have come, or somebody has deleted one: once more, on the new head
-                there = {path for folder in ("nodes/", "global/")
-                         for path, _, _ in self.transport.list(folder, self.version)}
-                delete.intersection_update(there)
-                wait(0.2 * tried, self.stopped)
-            raise Unavailable("commits of others come faster than ours")
-        self.patiently(attempt)
+        def made() -> bool:
+            try:
+                self.version = self.transport.commit(add, sorted(delete), self.version, message)
+                return True
+            except StorageFull:
+                if self.state.committed:        # else it was squashed: the space is free in hours
+                    self.squash("its storage is full")
+                raise
+            except (Conflict, Unavailable) as e:
+                doubt = e
+            self.version, there = self.transport.read(STEP)
+            if there == add[STEP]:
+                return True
+            self.must_be_ours(there)
+            if isinstance(doubt, Unavailable):
+                raise doubt
+            # only deltas have come, or somebody has deleted one: once more, on the new head
+            delete.intersection_update(path for folder in ("nodes/", "global/") for path, _, _
+                                       in self.transport.list(folder, self.version))
+            return False
+        while not self.patiently(made):
+            wait(0.2, self.stopped)
 
     def must_be_ours(self, there):
         """Raises what it means if the state there is not the newest of ours."""
@@ -1995,7 +2151,7 @@ class MasterOuterLoop:
 
     def squash(self, why: str):
         """Forget the repository's history: what was overwritten stops counting."""
-        self.squashed = time.monotonic()
+        self.state.committed = 0        # published with the next round
         try:
             self.transport.squash()
             self.log(f"squash   the history of the repository was squashed: {why}")
@@ -2003,21 +2159,36 @@ class MasterOuterLoop:
             self.log(f"notice   the history could not be squashed: {e.args[0]}")
 
     def publish_page(self):
-        """Best effort, in a commit of its own: no round waits for a page."""
-        self.page.made_at = time.monotonic()
+        """README.md and its picture. Best effort, in a commit of its own: no round waits for it."""
+        self.page_made = time.monotonic()
         try:
             version, old = self.transport.read(PAGE)
-            files = self.page.files((old or b"").decode(errors="replace"), self.state, self.log)
+            old = (old or b"").decode(errors="replace")
+            files = self.picture()
+            part = page_part(self.state, self.settings["hub"], self.parameters, bool(files))
+            if not old.strip():
+                old = page_card(self.settings, "config.json" in self.files)
+            files[PAGE] = replace_part(old, part).encode(errors="replace")
             # expect: what the owner writes meanwhile is not overwritten
             self.transport.commit(files, (), version, "page")
             self.state.commits.append(time.time())      # it counts for the limit
         except (Conflict, Unavailable, Refused, FileNotFoundError) as e:
             self.log(f"notice   {PAGE} stays as it is: {' '.join(map(str, e.args[:1]))}")
 
-    # the time of a round
+    def picture(self) -> dict:
+        curves = {"train": [(step, loss) for _, step, loss, *_ in self.state.curve],
+                  "val": [(step, loss) for _, step, loss in self.state.val]}
+        try:
+            picture = self.draw(curves)
+            return {CURVE: picture if isinstance(picture, bytes) else picture.encode()}
+        except Exception as e:      # numbers from nodes, a missing package: no page fails for it
+            self.log(f"notice   no picture on the page: {type(e).__name__} {e}")
+            return {}
 
-    def waiting(self):
-        """{node: [(local step, path, size, tag)]}, and the paths that are no delta's name. Raises
+    # what is in the repository
+
+    def waiting(self) -> tuple:
+        """The deltas there, sorted, and at most a hundred paths that are no delta's name. Raises
         Superseded if another master has published."""
         def look():
             version, tag = self.transport.head()
@@ -2025,17 +2196,17 @@ class MasterOuterLoop:
                 self.repair(version)
             # a delta that comes to a bucket makes no version
             if version != self.listed or self.state.bucket:
-                self.listing = sorted(self.transport.list("nodes/", version))
+                self.listing = self.transport.list("nodes/", version)
                 self.version = self.listed = version
         self.patiently(look)
-        nodes, strange = {}, []
+        waiting, strange = [], []
         for path, size, tag in self.listing:
             match = DELTA.fullmatch(path)
             if match and NODE_ID.fullmatch(match[1]):
-                nodes.setdefault(match[1], []).append((int(match[2]), path, size, tag))
+                waiting.append(Waiting(match[1], int(match[2]), path, size, tag))
             else:
                 strange.append(path)
-        return {node: sorted(deltas) for node, deltas in nodes.items()}, strange
+        return sorted(waiting), strange[:100]
 
     def repair(self, version):
         """Publish the state again if it is gone or damaged."""
@@ -2056,190 +2227,34 @@ class MasterOuterLoop:
                 return path
         return ""
 
+    # the time of a round
+
     def active(self) -> set:
         """Nodes that a round waits for."""
         return active_nodes(self.state.nodes, self.state.outer_step)
 
-    def due(self, nodes) -> bool:
-        """Whether the round closes now: all are there, or it has waited long enough."""
+    def loops(self) -> list:
+        """Seconds of an inner loop of each active node."""
+        return [self.state.nodes[node].seconds for node in self.active()]
+
+    def round_timeout(self) -> float:
+        """Seconds that a round waits after its first delta: two inner loops of the lower median, so
+        that the pause of one node is not everybody's. The first round waits for nodes that began at
+        the same time."""
+        if not self.active():
+            return 1.0
+        return self.settings["round_timeout"] or 2 * statistics.median_low(self.loops())
+
+    def due(self, nodes: set) -> bool:
+        """Whether the round closes now: the deltas of all are there, or it has waited long
+        enough."""
         if not nodes:
             self.first_seen = None
             return False
         if self.first_seen is None:
             self.first_seen = time.monotonic()
-        if not may_commit(self.settings, self.transport, self.state, self.state.commits):
-            return False
-        return (set() < self.active() <= set(nodes)
+        return (set() < self.active() <= nodes
                 or time.monotonic() - self.first_seen > self.round_timeout())
-
-    def loops(self) -> list:
-        """Seconds of an inner loop of each active node, shortest first."""
-        return sorted(self.state.nodes[node].seconds for node in self.active())
-
-    def round_timeout(self) -> float:
-        """Seconds that a round waits after its first delta: two inner loops of the lower median, so
-        that the pause of one node is not everybody's.
-
-        While no node is known, it is a tenth of the time that the first delta took to come, at most
-        one second, for those who began at the same time.
-        """
-        if not self.active():
-            return min(1.0, (self.first_seen - self.started) / 10)
-        return self.settings["round_timeout"] or 2 * statistics.median_low(self.loops())
-
-    # the outer round
-
-    def sync_once(self) -> int:
-        """One outer round over the deltas that are there now. Returns the outer step; without
-        deltas nothing happens. Raises Superseded if another master has published since."""
-        began = time.monotonic()
-        nodes, strange = self.waiting()
-        if not nodes and not strange:
-            return self.state.outer_step
-        state = copy.deepcopy(self.state)       # published at the end
-        ledger = Ledger(state, self.settings)
-        deltas, refused, delete = self.collect(nodes, ledger)
-        strange = strange[:100]                 # of a commit; the rest goes with the next ones
-        state.strange += len(strange)
-        if not state.bucket:
-            state.committed += sum(size for entries in nodes.values() for _, _, size, _ in entries)
-        line = {"event": "round", "outer_step": state.outer_step, "merged": [], "refused": refused,
-                "strange": len(strange)}
-        files = {}
-        broken = self.damaged()
-        if deltas:
-            files = self.outer_step(state, deltas, line)
-        if broken and state.keyframe != state.outer_step:
-            self.log(f"notice   {broken} was damaged or gone: a keyframe is published")
-            files |= self.write_keyframe(state, exact=True)
-        ledger.forget(nodes)
-        self.take_value(state, line)
-        line |= {"bytes_in": sum(delta.bytes for delta in deltas),
-                 "bytes_out": sum(f.stat().st_size for f in set(files.values())),
-                 "seconds": time.monotonic() - began, "time": time.time()}
-        self.publish(state, files, line, {*delete, *strange})
-        self.first_seen, self.heard = None, time.monotonic()
-        self.report(line)
-        if deltas:
-            self.warn(deltas)
-            self.begin_evaluation(self.state.progress)
-        if 0 < self.settings["squash_gb"] * 1e9 <= self.state.committed:
-            self.squash(f"{self.state.committed / 1e9:.1f} GB were committed since the last time")
-            self.state.committed = 0            # published with the next round
-        return self.state.outer_step
-
-    def collect(self, nodes: dict, ledger: Ledger) -> tuple:
-        """(deltas to merge, refusals for the history, paths to delete). In a fixed order, nodes by
-        name and each by step: the order of arrival cannot change a bit."""
-        deltas, norms, refused, delete = [], [], [], []
-        for node, local_step, path, job in self.fetched(nodes):
-            try:
-                file = job.result()
-                delta = Delta.open(file, self.shapes)
-                ledger.check(delta, node, local_step)
-                norm = norm_of(delta.stored, self.shapes, delta.codec)
-                ledger.book(delta, norm)
-                deltas.append(delta)
-                norms.append(norm)
-            except FileNotFoundError:       # gone since it was listed
-                continue
-            except ValueError as e:
-                reason = "".join(c if c.isprintable() else "?" for c in str(e.args[0])[:200])
-                refused.append({"path": path, "reason": reason})
-                if not isinstance(e, Replay):       # else it is merged: nothing to tell the node
-                    ledger.refuse(node, local_step, reason, restart=len(e.args) > 1)
-            finally:
-                with contextlib.suppress(OSError, UnboundLocalError):
-                    file.unlink()           # it stays mapped
-            delete.append(path)
-        ledger.limit_norms(deltas, norms, self.weights_norm())
-        return deltas, refused, delete
-
-    def fetched(self, nodes: dict):
-        """Yields (node, local step, path, future of the file) of each, eight ahead: over the Hub a
-        fetch is two requests, which may take seconds."""
-        with ThreadPoolExecutor(8) as pool:
-            ahead = deque()
-            for node in sorted(nodes):
-                for local_step, *what in nodes[node]:
-                    ahead.append((node, local_step, what[0], pool.submit(self.fetch_delta, *what)))
-                    if len(ahead) == 8:
-                        yield ahead.popleft()
-            yield from ahead
-
-    def fetch_delta(self, path: str, size: int, tag: str) -> Path:
-        """The file, here. Raises ValueError if it is too large for a delta."""
-        if size > 4 * self.parameters + (1 << 20) + 400 * len(self.shapes):
-            raise ValueError(f"{size:,} bytes, more than this model can need")
-        file = self.folder / path.replace("/", "_")
-        self.transport.fetch(path, self.version, file, tag)
-        return file
-
-    def weights_norm(self) -> float:
-        return math.sqrt(sum(torch.linalg.vector_norm(self.weights[name][rows]).item() ** 2
-                             for name, rows in pieces(self.shapes)))
-
-    def outer_step(self, state: SwarmState, deltas: list, line: dict) -> dict:
-        """Merge the deltas: one Nesterov step, piece by piece, coded as an update, and folded into
-        weights and momentum as every reader does it. {path: file} to publish."""
-        contributors = {delta.node_id for delta in deltas}
-        # those who have finished count: else a slow node's last steps, without the others' to
-        # average out their noise, would move the model as far as all together did
-        num_nodes = len(contributors | members(state.nodes, state.outer_step + 1))
-        f, mu = len(contributors) / num_nodes, outer_momentum(self.settings, state.outer_step)
-        state.outer_step += 1
-        state.part = (state.part + f) / 2
-        keyframe = state.outer_step % self.settings["keyframe_every"] == 0
-        codec = self.settings["codec"]
-        codec = "int8" if codec in ("int4", "int2") else codec  # finer: no residual has to be kept
-        update = Update(f, mu, mu ** f, float(self.settings["outer_lr"]),
-                        keyframe and codec != "fp32", codec, state.buffers, self.shapes,
-                        empty_stored(self.shapes, codec))
-        for name, rows in pieces(self.shapes):
-            g = torch.zeros_like(self.weights[name][rows])
-            for delta in deltas:
-                g.add_(delta.piece(name, rows).mul_(delta.scale))
-            if name in state.buffers:
-                u = g / len(contributors)
-            else:
-                u = nesterov(g / num_nodes, self.momentum[name][rows], update)
-            encode_piece(update.stored, name, rows, u, codec, self.shapes[name])
-        path = UPDATE.format(state.outer_step)
-        files = {path: self.folder / "update"}
-        header = {k: str(getattr(update, k)) for k in ("f", "mu", "decay", "outer_lr", "keyframe",
-                                                       "codec")}
-
-        def write():
-            files[path].unlink(missing_ok=True)
-            return save(update.stored, files[path], header)
-        state.files[path] = self.patiently(write)
-        line["norm"] = norm_of(update.stored, self.shapes, codec)
-        for name, rows in pieces(self.shapes):
-            fold(update, name, rows, self.weights[name][rows], self.momentum[name][rows])
-        update.stored = None                    # its memory, before that of a keyframe
-        self.record(state, deltas, line)
-        if keyframe:
-            files |= self.write_keyframe(state, exact=False)
-        return files
-
-    def record(self, state: SwarmState, deltas: list, line: dict):
-        """Write a round into the state, the curves and the line of the history."""
-        nodes = sorted({delta.node_id for delta in deltas})
-        for node in nodes:
-            state.nodes[node].outer_step = state.outer_step
-        there = members(state.nodes, state.outer_step)
-        mean = mean_progress([state.nodes[node].local_step for node in there])
-        state.progress = max(state.progress, int(mean))
-        line["outer_step"] = state.outer_step
-        line["merged"] = [
-            {"node": d.node_id, "local_step": d.local_step, "base_outer_step": d.base_outer_step,
-             "steps": d.steps + d.again, "tokens": d.tokens, "loss": d.loss,
-             "norm": state.nodes[d.node_id].norm} for d in deltas]
-        loss = statistics.mean(delta.loss for delta in deltas)
-        state.curve.append([state.outer_step, state.progress, loss, line["norm"],
-                            ",".join(nodes)[:40]])
-        if len(state.curve) > 400:              # half as fine: the state stays small
-            state.curve = state.curve[:-1:2] + state.curve[-1:]
 
     # evaluation, in the background
 
@@ -2250,11 +2265,16 @@ class MasterOuterLoop:
             if work:
                 self.evaluation = (self.state.outer_step, self.state.progress, Job(work))
 
-    def take_value(self, state: SwarmState, line: dict):
-        """Put the result of an evaluation that has ended into the state and the history."""
-        if self.evaluation is None or not self.evaluation[2].ended:
+    def take_value(self, state: SwarmState, line: dict, patient=False):
+        """Put the result of an evaluation that has ended into the state and the history. patient:
+        wait for one that is under way."""
+        if self.evaluation is None:
             return
         outer_step, step, job = self.evaluation
+        while patient and not job.ended and not self.stop:
+            wait(0.1, self.stopped)
+        if not job.ended:
+            return
         self.evaluation = None
         if job.error:
             self.log(f"notice   no validation loss: {type(job.error).__name__} {job.error}")
@@ -2263,64 +2283,31 @@ class MasterOuterLoop:
             state.val = state.val if len(state.val) <= 400 else state.val[::2]
             line |= {"val_loss": job.result, "val_outer_step": outer_step}
 
-    def await_value(self, state: SwarmState, line: dict):
-        while self.evaluation and not self.evaluation[2].ended and not self.stop:
-            wait(0.1, self.stopped)
-        self.take_value(state, line)
-
     # what it says
 
-    def report(self, line: dict):
+    def report(self, line: dict, deltas: list):
         for r in line["refused"][:20]:
             self.log(f"refused  {r['path']}: {r['reason']}")
         if line["strange"]:
             self.log(f"refused  {line['strange']} files below nodes/ that are no deltas: deleted")
-        nodes = sorted({m["node"] for m in line["merged"]})
-        if nodes:
-            val = (f" | val {line['val_loss']:.4f} @ {line['val_outer_step']}"
-                   if "val_loss" in line else "")
-            known = len(self.active().union(nodes))
-            self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/{known} "
-                     f"{','.join(nodes)[:40]} | norm {line['norm']:.3f}{val} | "
-                     f"{line['bytes_in'] / 1e6:.1f} MB in | "
-                     f"{line['bytes_out'] / 1e6:.1f} MB out | {line['seconds']:.1f} s")
-
-    def notice(self, kind: str, text: str):
-        """Say it once."""
-        if kind not in self.warned:
-            self.warned.add(kind)
-            self.log(f"notice   {text}")
-
-    def warn(self, deltas: list):
-        """Say what is known to go badly, and the setting that helps."""
-        s, steps, tokens = self.settings, Counter(), Counter()
-        for delta in deltas:
-            steps[delta.node_id] += delta.steps
-            if delta.scale < 1:
-                self.notice(f"norm {delta.node_id}", f"node {delta.node_id} sends deltas far above "
-                            f"the others' norm: they are scaled down; is its learning rate right?")
-        self.recent.append({d.node_id: (d.steps, d.tokens) for d in deltas})
-        for counts in self.recent:
-            tokens.update({node: count for node, (_, count) in counts.items()})
-        loops = statistics.median(statistics.median(n for n, _ in counts.values())
-                                  for counts in self.recent) / s["inner_steps"]
-        age = statistics.median(self.state.outer_step - 1 - d.base_outer_step for d in deltas)
-        full = len(self.recent) == self.recent.maxlen
-        most = max(tokens, key=tokens.get)
-        if s["inner_steps"] <= 10 and s["outer_momentum"] >= 0.9:
-            self.notice("short", f"an outer momentum of {s['outer_momentum']} over inner loops of "
-                        f"{s['inner_steps']} steps overshoots: raise --inner-steps, or lower "
-                        f"--outer-momentum to 0.6")
-        if age >= 3:
-            self.notice("stale", "deltas come three and more rounds late: raise --inner-steps, so "
-                        "that an inner loop is longer than an upload and a download")
-        if full and loops >= 4:
-            self.notice("long", f"a round takes {loops:.0f} inner loops: raise --inner-steps to "
-                        f"{s['inner_steps'] * loops:.0f}")
-        if full and len(tokens) > 2 and tokens[most] > tokens.total() / 2:
-            self.notice("large", f"node {most} trains more than half of the tokens of the last "
-                        f"rounds, and counts as one of {len(tokens)}: a larger "
-                        f"--target-batch-size there makes its deltas better")
+        if not deltas:
+            return
+        nodes = sorted({delta.node_id for delta in deltas})
+        val = (f" | val {line['val_loss']:.4f} @ {line['val_outer_step']}"
+               if "val_loss" in line else "")
+        self.log(f"round    {line['outer_step']:4d} | nodes {len(nodes)}/"
+                 f"{len(self.active().union(nodes))} "
+                 f"{','.join(nodes)[:40]} | norm {line['norm']:.3f}{val} | "
+                 f"{line['bytes_in'] / 1e6:.1f} MB in | "
+                 f"{line['bytes_out'] / 1e6:.1f} MB out | {line['seconds']:.1f} s")
+        self.recent.append(line)
+        notices = [(f"norm {d.node_id}", f"node {d.node_id} sends deltas far above the others' "
+                    f"norm: they are scaled down; is its learning rate right?")
+                   for d in deltas if d.scale < 1]
+        for topic, text in [*notices, *advice(self.settings, list(self.recent))]:
+            if topic not in self.told:
+                self.told.add(topic)
+                self.log(f"notice   {text}")
 
     # the loop
 
@@ -2329,15 +2316,15 @@ class MasterOuterLoop:
         HEAD."""
         try:
             while not self.stop:
-                nodes, strange = self.waiting()
-                if self.over(nodes):
-                    self.end()
-                    return
-                if self.due(set(nodes)) or strange and not nodes:
-                    self.sync_once()
-                elif self.page.due() and may_commit(self.settings, self.transport, self.state,
-                                                    self.state.commits):
-                    self.publish_page()
+                waiting, strange = self.waiting()
+                if self.over(waiting):
+                    return self.end()
+                due = self.due({delta.node for delta in waiting})
+                if may_commit(self.settings, self.transport, self.state, self.state.commits):
+                    if due or strange and not waiting:
+                        self.sync_once()
+                    elif self.draw and time.monotonic() - self.page_made >= PAGE_EVERY:
+                        self.publish_page()
                 wait(poll_interval(self.settings, self.transport, *self.loops()), self.stopped)
             self.log(f"stop     at outer step {self.state.outer_step}: what is merged is on the "
                      f"hub; start it again anywhere")
@@ -2345,53 +2332,39 @@ class MasterOuterLoop:
             self.log(f"stop     the hub cannot be reached ({e.args[0]}): outer step "
                      f"{self.state.outer_step} may not be there; start it again to see")
 
-    def over(self, nodes) -> bool:
+    def over(self, waiting: list) -> bool:
         """Whether the swarm has finished and the last deltas have come, as far as they do."""
         if not self.state.finished:
             return False
         if 0 < self.settings["max_outer_steps"] <= self.state.outer_step:
             return True
         grace = max(60.0, 2 * self.round_timeout()) if self.active() else 0.0
-        return not nodes and time.monotonic() - self.heard >= grace
+        return not waiting and time.time() - self.state.published >= grace
 
     def end(self):
         """The last keyframe, with the validation loss of it."""
         state = copy.deepcopy(self.state)
         line = {"event": "end", "outer_step": state.outer_step, "time": time.time()}
-        self.await_value(state, line)
-        if self.evaluate and not (state.val and state.val[-1][0] == state.outer_step):
+        self.take_value(state, line, patient=True)
+        if not (state.val and state.val[-1][0] == state.outer_step):
             self.begin_evaluation(max(state.progress, target_of(state.config)))
-            self.await_value(state, line)
-        if state.keyframe != state.outer_step or "val_loss" in line:
-            files = {}
-            if state.keyframe != state.outer_step:
-                files = self.write_keyframe(state, exact=True)
+            self.take_value(state, line, patient=True)
+        files = {}
+        if state.keyframe != state.outer_step:
+            files = self.write_keyframe(state, exact=True)
+        if files or "val_loss" in line:
             self.publish(state, files, line)
-        if self.page.draw:
+        if self.draw:
             self.publish_page()
-        nodes, _ = self.waiting()
-        if count := sum(map(len, nodes.values())):
+        if count := len(self.waiting()[0]):
             self.log(f"notice   {count} deltas came after the last outer step and wait on the hub: "
                      f"a master with a larger --max-outer-steps merges them")
         val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
-        hub = self.settings["hub"]
         self.log(f"finished the swarm is at outer step {state.outer_step}, step {state.progress}"
                  f"{val}")
-        self.log(f"finished the model: python master.py --hub={hub} --export=DIR")
+        self.log(f"finished the model: python master.py --hub={self.settings['hub']} --export=DIR")
         self.log("finished a sample: python -c \"from transformers import pipeline; "
                  "print(pipeline('text-generation', 'DIR')('def '))\"")
-
-
-def changes(old: dict, new: dict):
-    """Yields (section, key, before, now) of the settings that differ."""
-    for section, values in new.items():
-        before = old.get(section, {})
-        for key, value in values.items():
-            there = before.get(key, value)
-            # JSON has lists only
-            if (list(there) if isinstance(there, tuple) else there) != (
-                    list(value) if isinstance(value, tuple) else value):
-                yield section, key, there, value
 
 # ---- the worker
 
@@ -2487,11 +2460,9 @@ class LocalModel:
             value.sub_(delta.piece(name, rows))
         return value.sub_(self.momentum[name][rows] * self.ahead) if self.ahead else value
 
-    def weight(self, name: str, rows):
-        return self.tensors[name].detach()[rows].to("cpu", torch.float32)
-
     def remainder(self, name: str, rows):
-        return self.baseline(name, rows) - self.weight(name, rows)
+        weight = self.tensors[name].detach()[rows].to("cpu", torch.float32)
+        return self.baseline(name, rows) - weight
 
     def remainders(self) -> dict:
         """The whole remainder: 4 more bytes a parameter, for a checkpoint."""
@@ -2505,7 +2476,6 @@ class LocalModel:
         """Stand at a global model, with these remainders or none."""
         self.G = {k: torch.empty(shape) for k, shape in self.shapes.items()}
         self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        self.ahead = 0.0
         for name, rows in pieces(self.shapes):
             arrival.advance(name, rows, self.G[name][rows], self.momentum[name][rows])
             value = self.baseline(name, rows)
@@ -2536,7 +2506,7 @@ class LocalModel:
         self.ahead = ahead
 
     @torch.no_grad()
-    def install(self, arrival: Arrival, fates: dict, stay: float, ahead: float):
+    def install(self, arrival: Arrival, fates: dict, stay: float, ahead: float, forget: bool):
         """Move to a newer global model without losing local work. fates: {local step: what has
         become of the delta in flight}
 
@@ -2544,34 +2514,30 @@ class LocalModel:
             missed    skipped when a later one was merged   -> back into the remainder
             refused   rejected by the master                -> dropped
             pending   not processed yet                     -> stays in flight
-            redone    and everything since: the new model has these steps from a process before
 
-        `stay`: the share of the prediction error that the weights do not follow.
+        stay: the share of the prediction error that the weights do not follow. forget: the node
+        starts again from the new model, without its local work.
         """
-        gone = [delta for delta in self.in_flight if fates[delta.local_step] != "pending"]
-        pending = [delta for delta in self.in_flight if fates[delta.local_step] == "pending"]
-        redone = "redone" in fates.values()
         flight, ahead_before = self.in_flight, self.ahead
+        pending = [d for d in flight if fates[d.local_step] == "pending" and not forget]
+        missed = [d for d in flight if fates[d.local_step] == "missed"]
+        refused = [d for d in flight if fates[d.local_step] == "refused"]
         for name, rows in pieces(self.shapes):
             self.in_flight, self.ahead = flight, ahead_before
-            before = self.baseline(name, rows)
-            remainder = before - self.weight(name, rows)
-            for delta in gone:
-                fate = fates[delta.local_step]
-                if fate in ("missed", "refused"):   # the global model will never contain it
-                    before.add_(delta.piece(name, rows))
-                if fate == "missed":
-                    remainder.add_(delta.piece(name, rows))
+            before, remainder = self.baseline(name, rows), self.remainder(name, rows)
+            for delta in missed:
+                remainder.add_(delta.piece(name, rows))
+            for delta in missed + refused:      # the global model will never contain it
+                before.add_(delta.piece(name, rows))
             arrival.advance(name, rows, self.G[name][rows], self.momentum[name][rows])
             self.in_flight, self.ahead = pending, 0.0
             after = self.baseline(name, rows)
-            if redone:
-                remainder.zero_()
-            elif stay:
+            if stay:
                 remainder.add_((after - before).mul_(stay))
-            after.sub_(self.momentum[name][rows] * ahead).sub_(remainder)
-            self.tensors[name][rows].copy_(after)
-        self.in_flight, self.ahead = pending, ahead
+            if pending:
+                after.sub_(self.momentum[name][rows] * ahead)
+            self.tensors[name][rows].copy_(after if forget else after.sub_(remainder))
+        self.in_flight, self.ahead = pending, ahead if pending else 0.0
 
 
 @dataclass
@@ -2607,38 +2573,34 @@ class Identity:
         entry = self.entry(state)
         return entry.local_step if entry.lineage == self.lineage else 0
 
-
-def refusals_of(entry: NodeState, known: int) -> dict:
-    """{local step: refusal} of the refusals after the first `known` ones."""
-    return {r["local_step"]: r for r in entry.refused if r["number"] > known}
-
-
-@dataclass
-class Known:
-    """What a look at the hub compares with."""
-    tag: str                    # of the state looked at last
-    state: SwarmState           # of the global model installed
-    refusals: int               # told already
+    def refusals(self, state: SwarmState, since: SwarmState) -> dict:
+        """{local step: refusal} of those that `since` does not know."""
+        known = since.nodes.get(self.node_id, NodeState()).refusals
+        return {r["local_step"]: r for r in self.entry(state).refused if r["number"] > known}
 
 
-def look(transport, folder: Path, shapes: dict, me: Identity, known: Known):
-    """(tag, Arrival or None) of one look at the hub. An idle look is one HEAD. Raises Unavailable,
-    or Refused if this worker cannot go on."""
-    version, tag = transport.head()
-    if tag == known.tag:
+def look(transport, folder: Path, shapes: dict, me: Identity, known: tuple):
+    """(tag, Arrival or None) of one look at the hub. `known`: the tag of the state looked at last,
+    and the state of the global model installed. An idle look is one HEAD. Raises Unavailable, or
+    Refused if this worker cannot go on."""
+    (version, tag), (known_tag, before) = transport.head(), known
+    if tag == known_tag:
         return tag, None
     at, content = transport.read(STEP, version)
     try:
         state = parse_state(content or b"")
     except Refused as e:        # a master that runs publishes it again
         raise Unavailable(str(e)) from e
-    if state.run_id != known.state.run_id:
+    if state.run_id != before.run_id:
         raise Refused("this hub holds another run now; start the worker again to join it")
-    entry = me.entry(state)
-    if (state.outer_step > known.state.outer_step or refusals_of(entry, known.refusals)
-            or state.finished != known.state.finished or state.config != known.state.config):
-        return tag, fetch_global(transport, at, state, folder, shapes, known.state)
+    if (me.refusals(state, before) or state.outer_step > before.outer_step
+            or state.finished != before.finished or state.config != before.config):
+        return tag, fetch_global(transport, at, state, folder, shapes, before)
     return tag, None
+
+
+def delta_path(node_id: str, local_step: int) -> str:
+    return f"nodes/{node_id}/delta_{local_step}.safetensors"
 
 
 def upload(transport, delta: Delta, file: Path, me: Identity, tried: list):
@@ -2648,7 +2610,7 @@ def upload(transport, delta: Delta, file: Path, me: Identity, tried: list):
 
     Raises Unavailable, or Refused if another worker has the node ID.
     """
-    path = f"nodes/{me.node_id}/delta_{delta.local_step}.safetensors"
+    path = delta_path(me.node_id, delta.local_step)
     if not file.exists():
         save(delta.stored, file.with_suffix(".part"), delta.header())
         os.replace(file.with_suffix(".part"), file)
@@ -2662,9 +2624,8 @@ def upload(transport, delta: Delta, file: Path, me: Identity, tried: list):
         return there
     if tried:           # its answer was lost: it may have been merged, too
         state = parse_state(transport.read(STEP)[1] or b"")
-        entry = me.entry(state)
-        if me.merged_step(state) >= delta.local_step or any(
-                r["local_step"] == delta.local_step for r in entry.refused):
+        refused = [r["local_step"] for r in me.entry(state).refused]
+        if me.merged_step(state) >= delta.local_step or delta.local_step in refused:
             return Delta.open(file, delta.shapes)
     tried.append(True)
     transport.commit({path: file}, message=f"{me.node_id} step {delta.local_step}")
@@ -2681,6 +2642,15 @@ def fetch_own(transport, path: str, tag: str, file: Path, shapes: dict) -> Delta
         raise Unavailable(str(e)) from e
     except ValueError:
         return None
+
+
+@dataclass
+class Sent:
+    """What a node has sent so far, by its own books. A checkpoint holds them."""
+    step: int = 0               # of the newest delta
+    tokens: int = 0             # trained up to it
+    again: int = 0              # steps that were lost on the way, and are in the remainder again
+    again_tokens: int = 0       # trained in these
 
 
 # what a running worker takes over from a master that was started with other settings
@@ -2712,13 +2682,11 @@ class DumbDiLoCo:
         self.state = None               # SwarmState of the global model installed last
         self.local = None               # LocalModel
         self.saved = None               # the state of a checkpoint, to be reconciled in start()
+        self.sent = Sent()
         self.first_step = 0             # the local step at which this lineage joined
         self.ramp_from = None           # the step since which the learning rate ramps up
         self.target = 0                 # mean progress at which the swarm ends
-        self.last_sent = self.tokens_sent = 0   # step and tokens of the newest delta
-        self.again = (0, 0)             # (steps, tokens) that were lost, and are unsent again
         self.claim = False              # an older process of this lineage may be alive
-        self.refusals = 0               # told so far
         self.losses = [0.0, 0]          # sum and number since the newest delta
         self.pushes = deque(maxlen=1024)    # Unix times of the deltas
         self.pushed, self.loop = 0.0, 0.0   # when the newest was sent; seconds since that before
@@ -2727,86 +2695,58 @@ class DumbDiLoCo:
         self.errors = deque()           # what the jobs have met, to be told by the training thread
         self.closing, self.warned, self.failed = False, False, None
 
-    # what a checkpoint holds
-
-    def state_dict(self) -> dict:
-        if self.state is None:
-            return self.saved
-        unconfirmed = self.uploading and self.uploading[0]
-        return {"lineage": self.me.lineage, "incarnation": self.me.incarnation,
-                "run_id": self.state.run_id, "first_step": self.first_step,
-                "recorded": self.me.merged_step(self.state) > 0,
-                "last_sent": self.last_sent, "tokens_sent": self.tokens_sent,
-                "again": list(self.again), "remainders": self.local.remainders(),
-                "unconfirmed": unconfirmed and {**unconfirmed.header(),
-                                                "stored": dict(unconfirmed.stored)}}
-
-    def load_state_dict(self, state: dict):
-        self.saved = state
-
-    # called by the Trainer
+    # the start
 
     def start(self, trainer):
         """Join the swarm, or go on. Waits, saying so, until there is a global model."""
         check_trainer(trainer)
         self.local, self.target = LocalModel(trainer.model), trainer.config["run"]["max_steps"]
 
-        def patiently(work):
-            def failed(error, retry_in):
-                self.errors.append((error, retry_in))
-                self.tell(trainer)
-            return retry(work, failed, stopped)
+        def failed(*error):
+            self.errors.append(error)
+            self.tell(trainer)
 
         def stopped():
             return bool(trainer.stop_signal)
 
-        def find():
-            # what waits is listed first: what the master merges meanwhile is in the state
-            waiting = self.own_waiting()
-            return waiting, *read_state(self.transport, patiently, stopped)
-
         def arrive():
-            waiting, at, state = find()
+            # what waits is listed first: what the master merges meanwhile is in the state
+            own = [(path, tag) for path, _, tag in self.transport.list(f"nodes/{self.node_id}/")]
+            at, state = read_state(self.transport, failed, stopped)
             arrival = fetch_global(self.transport, at, state, self.folder, self.local.shapes)
-            return arrival, {step: self.fetch_waiting(step, tag)
-                             for step, tag in waiting.items()}
+            waiting = {}
+            for path, tag in own:
+                if match := DELTA.fullmatch(path):
+                    waiting[int(match[2])] = fetch_own(
+                        self.transport, path, tag, self.folder / Path(path).name, self.local.shapes)
+            return arrival, waiting
         try:
-            arrival, waiting = patiently(arrive)
+            arrival, waiting = retry(arrive, failed, stopped)
         except Unavailable:     # only once the trainer was told to stop
             return
         self.state = arrival.state
-        self.join(trainer, arrival, waiting)
+        if self.saved and self.saved["run_id"] == self.state.run_id:
+            self.reconcile(trainer, arrival, waiting)
+        else:
+            self.join(trainer, arrival, waiting)
         self.pushed = time.monotonic()
         trainer.emit("join", f"{trainer.progress()} | {self.node_id} joined "
                      f"at outer step {self.state.outer_step}",
                      outer_step=self.state.outer_step, step=trainer.step)
         self.set_end(trainer)
 
-    def own_waiting(self) -> dict:
-        """{local step: tag} of this node's deltas on the hub."""
-        return {int(match[2]): tag
-                for path, _, tag in self.transport.list(f"nodes/{self.node_id}/")
-                if (match := DELTA.fullmatch(path))}
-
-    def fetch_waiting(self, step: int, tag: str) -> Delta | None:
-        path = f"nodes/{self.node_id}/delta_{step}.safetensors"
-        return fetch_own(self.transport, path, tag, self.folder / f"own_{step}", self.local.shapes)
-
     def join(self, trainer, arrival: Arrival, waiting: dict):
-        entry = self.state.nodes.get(self.node_id, NodeState())
-        self.refusals = entry.refusals
-        if self.saved and self.saved["run_id"] == self.state.run_id:
-            return self.reconcile(trainer, arrival, waiting)
+        """As a new node, at the swarm's step."""
         if self.saved:
             write_line("notice   the checkpoint is of another run of this hub: joining as a new "
                        "node")
+        entry = self.state.nodes.get(self.node_id, NodeState())
         self.me = Identity.new(self.node_id, after=entry.incarnation)
         self.local.place(arrival, None)
         # beyond what waits there of an earlier worker of this name: nothing is overwritten
         self.move_to(trainer, max([self.state.progress, entry.local_step, *waiting]))
-        self.last_sent = self.first_step = trainer.step
-        self.tokens_sent = trainer.tokens
-        self.ramp_from = trainer.step if trainer.step else None
+        self.sent, self.first_step = Sent(trainer.step, trainer.tokens), trainer.step
+        self.ramp_from = trainer.step or None
 
     def move_to(self, trainer, step: int):
         trainer.step = step
@@ -2816,33 +2756,48 @@ class DumbDiLoCo:
         """After a restart: what the hub has of this lineage, waiting or merged, is not trained
         again."""
         saved, entry = self.saved, self.state.nodes.get(self.node_id, NodeState())
-        newest = max([saved["incarnation"], *(d.incarnation for d in waiting.values() if d)])
+        seen = [saved["incarnation"], *(d.incarnation for d in waiting.values() if d)]
         if entry.lineage == saved["lineage"]:
-            newest = max(newest, entry.incarnation)
-        self.me = Identity.new(self.node_id, saved["lineage"], newest)
+            seen.append(entry.incarnation)
+        self.me = Identity.new(self.node_id, saved["lineage"], max(seen))
         merged = self.me.merged_step(self.state)
         self.local.in_flight = [delta for step, delta in sorted(waiting.items()) if step > merged
                                 and delta and delta.lineage == self.me.lineage]
         known = max([merged, *(delta.local_step for delta in self.local.in_flight)])
-        remainders, unconfirmed = saved["remainders"], saved["unconfirmed"]
-        self.last_sent, self.tokens_sent = saved["last_sent"], saved["tokens_sent"]
-        self.again = tuple(saved["again"])
+        self.sent, remainders = Sent(**saved["sent"]), saved["remainders"]
+        unconfirmed = saved["unconfirmed"] and Delta(**saved["unconfirmed"])
         if known > trainer.step:        # sent after the checkpoint was written
-            remainders, self.tokens_sent = None, trainer.tokens
+            remainders, self.sent.tokens = None, trainer.tokens
             self.move_to(trainer, known)
-        elif unconfirmed and known < int(unconfirmed["local_step"]):    # it did not arrive
+        elif unconfirmed and known < unconfirmed.local_step:    # it did not arrive
             for name, rows in pieces(self.local.shapes):
-                remainders[name][rows] += decode_piece(
-                    unconfirmed["stored"], name, rows, unconfirmed["codec"],
-                    self.local.shapes[name])
-            self.last_sent -= int(unconfirmed["steps"])
-            self.tokens_sent -= int(unconfirmed["tokens"])
-        self.last_sent = max(self.last_sent, known)
+                remainders[name][rows] += unconfirmed.piece(name, rows)
+            self.sent.step -= unconfirmed.steps
+            self.sent.tokens -= unconfirmed.tokens
+        self.sent.step = max(self.sent.step, known)
         # a lineage that has left the state begins anew there
         left = saved["recorded"] and not merged
-        self.first_step = self.last_sent if left else saved["first_step"]
+        self.first_step = self.sent.step if left else saved["first_step"]
         self.local.place(arrival, remainders)
         self.saved = None
+
+    def state_dict(self) -> dict:
+        """What a checkpoint holds."""
+        if self.state is None:
+            return self.saved
+        unconfirmed = None
+        if self.uploading:
+            delta = self.uploading[0]
+            unconfirmed = {**vars(delta), "stored": dict(delta.stored)}
+        return {"lineage": self.me.lineage, "incarnation": self.me.incarnation,
+                "run_id": self.state.run_id, "first_step": self.first_step,
+                "recorded": self.me.merged_step(self.state) > 0, "sent": vars(self.sent),
+                "remainders": self.local.remainders(), "unconfirmed": unconfirmed}
+
+    def load_state_dict(self, state: dict):
+        self.saved = state
+
+    # between the steps of the trainer
 
     def schedule_step(self, step: int) -> float:
         """The step whose learning rate counts: the mean progress of the nodes as far as the ledger
@@ -2867,17 +2822,20 @@ class DumbDiLoCo:
         self.losses = [self.losses[0] + (loss.detach() if hasattr(loss, "detach") else loss),
                        self.losses[1] + 1]
         self.take_results(trainer)
-        if trainer.step - self.last_sent >= self.loop_steps() or self.claim:
+        if trainer.step - self.sent.step >= self.loop_steps() or self.claim:
             self.push(trainer)
-            if self.settings["wait"]:
-                self.wait_for_round(trainer)
+            # the synchronous algorithm: go on when the round with this node's work is published
+            while (self.settings["wait"] and self.local.in_flight and not trainer.stop_signal
+                   and not self.state.finished):
+                self.take_results(trainer)
+                time.sleep(0.02)
 
     def finish(self, trainer):
         """At the end of training: send the rest, and wait until it has arrived."""
         if self.state is None:
             return
         began, told = time.monotonic(), False
-        while not trainer.stop_signal and (self.uploading or self.last_sent < trainer.step):
+        while not trainer.stop_signal and (self.uploading or self.sent.step < trainer.step):
             self.take_results(trainer)
             self.push(trainer, last=True)
             if not told and time.monotonic() - began > 5:
@@ -2894,7 +2852,7 @@ class DumbDiLoCo:
         if self.local.ahead:    # what is evaluated and saved now is not
             self.local.look_ahead(0.0)
 
-    # the steps of the algorithm
+    # sending
 
     def ahead(self) -> float:
         """How far the weights go ahead of G while a delta is in flight: the coming outer step,
@@ -2921,7 +2879,7 @@ class DumbDiLoCo:
     def push(self, trainer, last=False):
         """Cut the next delta off the remainder, and send it in the background; unless one is being
         sent, or the master does not merge."""
-        if self.uploading or self.last_sent == trainer.step:
+        if self.uploading or self.sent.step == trainer.step:
             return
         if not last and len(self.local.in_flight) >= self.settings["max_pending"]:
             if not self.warned:
@@ -2937,25 +2895,11 @@ class DumbDiLoCo:
                                               f"nothing was sent"))
         delta = self.new_delta(trainer, last, stored)
         self.local.in_flight = [*self.local.in_flight, delta]
-        self.last_sent, self.tokens_sent = trainer.step, trainer.tokens
-        self.again, self.losses, self.claim = (0, 0), [0.0, 0], False
+        self.sent, self.losses = Sent(trainer.step, trainer.tokens), [0.0, 0]
+        self.claim = False
         self.uploading = delta, self.job(self.upload, delta)
         if not self.local.ahead:
             self.local.look_ahead(self.ahead())
-
-    def new_delta(self, trainer, last: bool, stored: dict) -> Delta:
-        now = time.monotonic()
-        self.loop, self.pushed = now - self.pushed, now
-        self.pushes.append(time.time())
-        loss, count = self.losses
-        return Delta(
-            run_id=self.state.run_id, node_id=self.node_id, lineage=self.me.lineage,
-            incarnation=self.me.incarnation, local_step=trainer.step, first_step=self.first_step,
-            base_outer_step=self.state.outer_step, steps=trainer.step - self.last_sent,
-            tokens=trainer.tokens - self.tokens_sent + self.again[1], again=self.again[0],
-            loss=float(loss) / count if count else float(trainer.last_loss), seconds=self.loop,
-            final=self.at_end(trainer, last), codec=self.settings["codec"],
-            shapes=self.local.shapes, stored=stored)
 
     def over_commit_budget(self, last: bool) -> bool:
         """Whether a commit now would be more than this node's share. How many share is known once
@@ -2966,31 +2910,21 @@ class DumbDiLoCo:
             return self.settings["commits_per_hour"] > 0
         return not may_commit(self.settings, self.transport, self.state, self.pushes, last)
 
-    def take_results(self, trainer):
-        """What the jobs have brought since the last step; and the next look."""
-        self.tell(trainer)
-        if self.uploading and self.uploading[1].ended:
-            (delta, job), self.uploading = self.uploading, None
-            if job.error:
-                return self.fail(trainer, job.error)
-            self.sent(trainer, delta, job.result)
-        if self.looking and self.looking.ended:
-            job, self.looking = self.looking, None
-            if job.error:
-                return self.fail(trainer, job.error)
-            self.tag, arrival = job.result
-            if arrival:
-                self.install(trainer, arrival)
-        self.begin_look()
-
-    def begin_look(self):
+    def new_delta(self, trainer, last: bool, stored: dict) -> Delta:
         now = time.monotonic()
-        if self.looking is None and now >= self.next_look and not (self.closing or self.failed):
-            self.looking = self.job(self.look, Known(self.tag, self.state, self.refusals))
-            self.next_look = now + poll_interval(self.settings, self.transport, self.loop
-                                                 ) * random.uniform(0.8, 1.2)
+        self.loop, self.pushed = now - self.pushed, now
+        self.pushes.append(time.time())
+        loss, count = self.losses
+        return Delta(
+            run_id=self.state.run_id, node_id=self.node_id, lineage=self.me.lineage,
+            incarnation=self.me.incarnation, local_step=trainer.step, first_step=self.first_step,
+            base_outer_step=self.state.outer_step, steps=trainer.step - self.sent.step,
+            tokens=trainer.tokens - self.sent.tokens + self.sent.again_tokens,
+            again=self.sent.again, loss=float(loss) / count if count else float(trainer.last_loss),
+            seconds=self.loop, final=self.at_end(trainer, last), codec=self.settings["codec"],
+            shapes=self.local.shapes, stored=stored)
 
-    def sent(self, trainer, delta: Delta, there: Delta):
+    def arrived(self, trainer, delta: Delta, there: Delta):
         """A delta is on the hub: what counts is what is there."""
         if there.incarnation != self.me.incarnation:    # from an older process of this lineage:
             self.claim = True                           # if it is alive, it sees the next delta
@@ -3001,60 +2935,63 @@ class DumbDiLoCo:
                      base_outer_step=delta.base_outer_step, steps=delta.steps, bytes=delta.bytes,
                      seconds=seconds)
 
-    def fates(self, state: SwarmState) -> dict:
+    # receiving
+
+    def fates(self, state: SwarmState, refused: dict) -> dict:
         """{local step: fate} of the deltas in flight, see LocalModel.install."""
-        entry = self.me.entry(state)
-        merged, refused = self.me.merged_step(state), refusals_of(entry, self.refusals)
-        gaps, fates = entry.gaps if merged else [], {}
-        for delta in self.local.in_flight:
-            step = delta.local_step
-            missed = any(after < step <= up_to for after, up_to in gaps)
-            fates[step] = ("refused" if step in refused else
-                           "pending" if step > merged else "missed" if missed else "merged")
-        if merged > self.last_sent:     # an upload of an older process has landed behind our back
-            fates[merged] = "redone"
+        entry, merged, fates = self.me.entry(state), self.me.merged_step(state), {}
+        for step in [delta.local_step for delta in self.local.in_flight]:
+            if step in refused:
+                fates[step] = "refused"
+            elif step > merged:
+                fates[step] = "pending"
+            else:
+                missed = any(after < step <= up_to for after, up_to in entry.gaps)
+                fates[step] = "missed" if missed else "merged"
         return fates
 
     def install(self, trainer, arrival: Arrival):
-        """Move to a newer global model without losing local work."""
-        began, state = time.monotonic(), arrival.state
-        try:
-            fates, entry = self.fates(state), self.me.entry(state)
-        except Refused as e:
-            return self.fail(trainer, e)
-        refused = refusals_of(entry, self.refusals)
-        for delta in self.local.in_flight:
-            if fates[delta.local_step] == "missed":
-                self.again = (self.again[0] + delta.steps + delta.again,
-                              self.again[1] + delta.tokens)
-        if "redone" in fates.values():
-            trainer.step = self.last_sent = max(self.me.merged_step(state), trainer.step)
+        """Move to a newer global model without losing local work. Raises Refused."""
+        began, before, state = time.monotonic(), self.state, arrival.state
+        merged, refused = self.me.merged_step(state), self.me.refusals(state, before)
+        fates = self.fates(state, refused)
+        self.take_over_settings(trainer, before.config, state.config)
+        self.state, self.warned = state, False
+        if self.me.merged_step(before) and not merged:
+            self.first_step = self.sent.step    # it has left the state, and begins anew there
+        self.take_fates(trainer, fates)
+        # an upload of an older process has landed behind our back: the new model has these steps
+        redone = merged > self.sent.step
+        if redone:
+            trainer.step = self.sent.step = max(merged, trainer.step)
             self.claim = True
-        if self.uploading and fates[self.uploading[0].local_step] != "pending":
-            delta = self.uploading[0]       # in the new model before its own answer has come
-            self.uploading = None
-            self.sent(trainer, delta, delta)
-        before, self.state = self.state, state
-        if self.me.merged_step(before) and not self.me.merged_step(state):
-            self.first_step = self.last_sent    # it has left the state, and begins anew there
-        self.refusals, self.warned = entry.refusals, False
-        try:
-            self.take_over_settings(trainer, before.config, state.config)
-        except ValueError as e:
-            return self.fail(trainer, Refused(f"the hub's settings: {e}"))
-        pending = "pending" in fates.values()
+        restart = any(refusal["restart"] for refusal in refused.values())
         foreseen = self.local.ahead and state.outer_step == before.outer_step + 1
         stay = self.share_that_stays(trainer) if foreseen else 0.0
-        self.local.install(arrival, fates, stay, self.ahead() if pending else 0.0)
+        self.local.install(arrival, fates, stay, self.ahead(), forget=redone or restart)
         for step, refusal in refused.items():
             trainer.emit("refused", f"{trainer.progress()} | the delta of step {step}: "
                          f"{refusal['reason']}", step=step, reason=refusal["reason"])
-        if any(refusal["restart"] for refusal in refused.values()):
-            self.start_again(trainer, max(refused))
+        if restart:
+            self.sent.again = self.sent.again_tokens = 0
+            self.ramp_from = trainer.step
+            write_line(f"notice   {self.node_id} starts again from the global model: its loss was "
+                       f"far above the others'; is its learning rate right?")
         self.set_end(trainer)
         trainer.emit("install", f"{trainer.progress()} | outer step {state.outer_step}",
                      step=trainer.step, outer_step=state.outer_step,
                      seconds=time.monotonic() - began)
+
+    def take_fates(self, trainer, fates: dict):
+        """What the fates mean for the books of this node."""
+        for delta in self.local.in_flight:
+            if fates[delta.local_step] == "missed":
+                self.sent.again += delta.steps + delta.again
+                self.sent.again_tokens += delta.tokens
+        if self.uploading and fates[self.uploading[0].local_step] != "pending":
+            delta = self.uploading[0]       # in the new model before its own answer has come
+            self.uploading = None
+            self.arrived(trainer, delta, delta)
 
     def share_that_stays(self, trainer) -> float:
         """The share of the prediction error that the weights do not follow.
@@ -3070,15 +3007,34 @@ class DumbDiLoCo:
         merged = max(self.me.merged_step(self.state), self.first_step)
         return share * min(1.0, 2 * (trainer.step - merged) / self.loop_steps())
 
-    def start_again(self, trainer, step: int):
-        """The master has left this node out: what is local goes, the global model is the start."""
-        self.local.in_flight, self.local.ahead = [], 0.0
-        with torch.no_grad():
-            for name, rows in pieces(self.local.shapes):
-                self.local.tensors[name][rows].copy_(self.local.G[name][rows])
-        self.again, self.ramp_from = (0, 0), trainer.step
-        write_line(f"notice   {self.node_id} starts again from the global model: its loss was far "
-                   f"above the others'; is its learning rate right?")
+    def take_over_settings(self, trainer, old: dict, new: dict):
+        """Settings with which the master was started again; a worker's own flags stay."""
+        for section, key, before, now in changes(old, new):
+            own = trainer.config.get(section, {})
+            own = self.settings if section == "distributed" else own
+            is_target = (section, key) == ("run", "max_steps")
+            mine = self.target if is_target else own.get(key, before)
+            if mine != before or type(mine) is not type(now):
+                continue
+            if key not in LIVE.get(section, ()):
+                write_line(f"notice   the master has {section}.{key}={now} now, not {before}: it "
+                           f"counts here when this worker starts again")
+                continue
+            if section == "distributed":
+                try:
+                    complete({key: now})
+                except ValueError as e:
+                    raise Refused(f"the hub's settings: {e}") from None
+            if is_target:
+                self.target = now
+                scheduler = trainer.config.get("scheduler", {})
+                if scheduler.get("max_steps") == before:    # the learning rate ends with the run
+                    scheduler["max_steps"] = now
+            else:
+                own[key] = now
+            write_line(f"setting  {section}.{key} is {now} now, was {before}: the master says so")
+
+    # the end
 
     def at_end(self, trainer, last: bool) -> bool:
         """Whether this node's part of the run is done. `last`: its training has ended, though the
@@ -3097,36 +3053,36 @@ class DumbDiLoCo:
         end = trainer.step if self.state.finished else max(trainer.step, self.end(trainer))
         trainer.config["run"]["max_steps"] = end
 
-    def take_over_settings(self, trainer, old: dict, new: dict):
-        """Settings with which the master was started again; a worker's own flags stay."""
-        for section, key, before, now in changes(old, new):
-            there = trainer.config.get(section, {})
-            there = self.settings if section == "distributed" else there
-            is_target = (section, key) == ("run", "max_steps")
-            mine = self.target if is_target else there.get(key, before)
-            if mine != before or type(mine) is not type(now):
-                continue
-            if key not in LIVE.get(section, ()):
-                write_line(f"notice   the master has {section}.{key}={now} now, not {before}: it "
-                           f"counts here when this worker starts again")
-                continue
-            if section == "distributed":
-                self.settings[key] = complete({key: now})[key]
-            elif is_target:
-                self.target = now
-                stretch(trainer.config, before, now)
-            else:
-                there[key] = now
-            write_line(f"setting  {section}.{key} is {now} now, was {before}: the master says so")
-
-    def wait_for_round(self, trainer):
-        """The synchronous algorithm: go on when the round with this node's work is published."""
-        while self.local.in_flight and not trainer.stop_signal and not self.state.finished:
-            self.take_results(trainer)
-            time.sleep(0.02)
-
     def fail(self, trainer, error: Exception):
         self.failed, trainer.stop_signal = error, type(error).__name__
+
+    # the jobs: they read what they are given, and hand back a record
+
+    def take_results(self, trainer):
+        """What the jobs have brought since the last step; and the next look."""
+        self.tell(trainer)
+        for job in [self.uploading and self.uploading[1], self.looking]:
+            # Unavailable comes only at the end of training: the next start goes on
+            if job and job.error and not isinstance(job.error, Unavailable):
+                return self.fail(trainer, job.error)
+        if self.uploading and self.uploading[1].result:
+            (delta, job), self.uploading = self.uploading, None
+            self.arrived(trainer, delta, job.result)
+        if self.looking and self.looking.result:
+            (self.tag, arrival), self.looking = self.looking.result, None
+            try:
+                if arrival:
+                    self.install(trainer, arrival)
+            except Refused as e:
+                return self.fail(trainer, e)
+        self.begin_look()
+
+    def begin_look(self):
+        now = time.monotonic()
+        if self.looking is None and now >= self.next_look and not (self.closing or self.failed):
+            self.looking = self.job(self.look, (self.tag, self.state))
+            self.next_look = now + poll_interval(self.settings, self.transport, self.loop
+                                                 ) * random.uniform(0.8, 1.2)
 
     def tell(self, trainer):
         while self.errors:
@@ -3134,35 +3090,14 @@ class DumbDiLoCo:
             trainer.emit("hub_error", f"{error}; next try in {retry_in:.0f} s", error=error,
                          retry_in=retry_in)
 
-    # the jobs: they read what they are given, and hand back a record
-
     def patiently(self, work):
-        def failed(error, retry_in):
-            self.errors.append((error, retry_in))
+        return retry(work, lambda *error: self.errors.append(error), lambda: self.closing)
 
-        def stopped():
-            return self.closing
-        return retry(work, failed, stopped)
-
-    def look(self, known: Known):
-        """Raises Unavailable only at the end of training."""
-        def attempt():
-            return look(self.transport, self.folder, self.local.shapes, self.me, known)
-        try:
-            return self.patiently(attempt)
-        except Unavailable:
-            return known.tag, None
+    def look(self, known: tuple):
+        return self.patiently(functools.partial(
+            look, self.transport, self.folder, self.local.shapes, self.me, known))
 
     def upload(self, delta: Delta) -> Delta:
-        file, tried = self.folder / f"delta_{delta.local_step}", []
-
-        def attempt():
-            return upload(self.transport, delta, file, self.me, tried)
-        return self.patiently(attempt)
-
-
-def stretch(config: dict, before: int, now: int):
-    """Let a learning rate curve that ended with the run end with it again."""
-    scheduler = config.get("scheduler", {})
-    if scheduler.get("max_steps") == before:
-        scheduler["max_steps"] = now
+        file = self.folder / f"sent_{delta.local_step}"
+        return self.patiently(functools.partial(
+            upload, self.transport, delta, file, self.me, tried=[]))
