@@ -898,42 +898,48 @@ class HubTransport:
             raise self.meaning(e, getattr(e, "response", None)) from e
 
     def meaning(self, e, response) -> Exception:
-        """The exception of ours for one of the client's."""
-        errors, status = self.hub.errors, getattr(response, "status_code", 0)
+        """The exception of ours for one of the client's, with what the Hub says."""
         words = " ".join((getattr(e, "server_message", None) or str(e)).split())
-        words = re.split(r" for url| \(Request ID| For more", words)[0]
+        words = re.split(r" for url| \(Request ID| For more", words)[0][:160].rstrip(".")
+        status, errors = getattr(response, "status_code", 0), self.hub.errors
         if response is None:            # hf_xet tells a status in words only
             found = re.search(r"\b(401|403|404(?= Not Found))\b", words)
             status = int(found[0]) if found else 0
-        told = f"{self.repo}: {status or type(e).__name__} {words[:160]}".rstrip(".")
+        told = f"{self.repo}: {status or type(e).__name__} {words}"
+        if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
+            return FileNotFoundError(told)
         if getattr(response, "history", None) and self.has_moved():
             return Unavailable(f"the repository is {self.repo} now: start with "
                                f"--hub={self.repo} next time")
-        if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
-            return FileNotFoundError(told)
         at_bucket = response is None or "/buckets/" in str(response.url)
         if self.bucket and status == 404 and at_bucket:
-            if self.is_master:          # what was in it is published or sent again
-                self.create_bucket(self.bucket)
-            return self.denial(f"{self.bucket}: there is no such bucket, or none that this token "
-                               f"may write to; a master that runs makes it again")
-        # a quota speaks through the Hub's own 403, and through the LFS server's list of errors
-        if (re.search(r"\b(storage|quota|limits?)\b", words, re.IGNORECASE)
-                and (status in (402, 403, 413) or isinstance(e, ValueError))):
+            return self.bucket_gone()
+        if isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError):
+            status = status or 400      # a bad name, or an LFS server's list of errors
+        # a quota speaks through the Hub's own 403, too
+        full = re.search(r"\b(storage|quota|limits?)\b", words, re.IGNORECASE)
+        if full and status in (400, 402, 403, 413):
             return StorageFull(told, 60.0)
         if status == 412:
             return Conflict(told)
         if status == 403 and self.committed:
             # keep: it took commits before, and too many pushes at once may get a 403, too
             return self.denial(told)
-        gated = isinstance(e, errors.GatedRepoError)
-        if isinstance(e, errors.RepositoryNotFoundError) and not gated:
-            return NoRepository(f"{told}; is HF_TOKEN set, and may it write?")
-        bad_value = isinstance(e, ValueError) and not isinstance(e, json.JSONDecodeError)
-        lasting = status in (400, 401, 402, 403, 404, 413, 422) or not status and bad_value
-        if lasting and not hasattr(e, "failures"):      # a bucket's batch, done in part
-            return Refused(f"{told}; is HF_TOKEN set, and may it write?")
+        # a bucket's batch that failed in part may be repeated, whatever its status
+        if status in (400, 401, 402, 403, 404, 413, 422) and not hasattr(e, "failures"):
+            told += "; is HF_TOKEN set, and may it write?"
+            if isinstance(e, errors.GatedRepoError):
+                return Refused(told)
+            unknown = isinstance(e, errors.RepositoryNotFoundError)
+            return NoRepository(told) if unknown else Refused(told)
         return Unavailable(told, self.asked_for(status, response))
+
+    def bucket_gone(self) -> Exception:
+        gone = self.denial(f"{self.bucket}: there is no such bucket, or none that this token may "
+                           f"write to; a master that runs makes it again")
+        if self.is_master and isinstance(gone, Unavailable):
+            self.create_bucket(self.bucket)     # what was in it is published or sent again
+        return gone
 
     def denial(self, told: str) -> Exception:
         """What may pass, until it was said too often in a row."""
@@ -1402,23 +1408,18 @@ def updates_after(outer_step: int, state: SwarmState):
 
 
 def way_to(state: SwarmState, since: SwarmState | None) -> list:
-    """The files that lead to `state`: from the global model of `since`, if that is less to fetch
-    than the keyframe and the updates after it."""
-    def size(paths):
-        return sum(state.files[path]["size"] for path in paths)
-    whole = [WEIGHTS, MOMENTUM, *updates_after(state.keyframe, state)]
-    if since is None or since.run_id != state.run_id:
-        return whole
-    if not all(path in state.files for path in updates_after(since.outer_step, state)):
-        return whole
-    updates = list(updates_after(since.outer_step, state))
-    return updates if size(updates) <= size(whole) else whole
+    """The files that lead to `state`: from the global model of `since` the updates, if all are
+    there, else the keyframe and the updates after it."""
+    if since is not None and since.run_id == state.run_id:
+        if all(path in state.files for path in updates_after(since.outer_step, state)):
+            return list(updates_after(since.outer_step, state))
+    return [WEIGHTS, MOMENTUM, *updates_after(state.keyframe, state)]
 
 
 def fetch_global(transport, at: str, state: SwarmState, folder: Path, shapes=None,
                  since: SwarmState | None = None) -> Arrival:
-    """The files that lead to `state`, from the global model of `since` if updates do and are
-    smaller. Without shapes, whatever tensors the keyframe has.
+    """The files that lead to `state`, from the global model of `since` if updates do. Without
+    shapes, whatever tensors the keyframe has.
 
     Raises Unavailable if they are gone or do not arrive whole, Refused if they are not this model.
     """
