@@ -493,8 +493,8 @@ def is_file(path) -> bool:
         return False
 
 
-def link(source: Path, to: Path):
-    """A second name for a file, or a copy of it where there are no hard links."""
+def link(source: Path, to: Path) -> Path:
+    """Make `to` a second name for a file, or a copy of it where there are no hard links."""
     to.unlink(missing_ok=True)
     try:
         os.link(source, to)
@@ -502,6 +502,7 @@ def link(source: Path, to: Path):
         raise
     except OSError:         # another disk, or a file system without links
         shutil.copy2(source, to)        # with its time, by which a change is noticed
+    return to
 
 
 @dataclass
@@ -563,7 +564,7 @@ class FolderTransport:
     def __init__(self, root):
         self.root = Path(str(root).removeprefix("file://")).expanduser()
         self.own = self.root / ".hub"
-        self.objects, self.new = self.own / "objects", self.own / "new"
+        self.objects = self.own / "objects"
         self.lock = FileLock(self.own / "lock")
 
     @contextlib.contextmanager
@@ -587,7 +588,13 @@ class FolderTransport:
                 raise Refused(f"{place} is a link, which a hub does not follow: remove it")
         self.objects.mkdir(parents=True, exist_ok=True)
         with self.lock.acquire(timeout=60):
+            self.remove(self.own.glob("new_*"))     # what a kill or a full disk has left
             yield
+
+    def remove(self, files):
+        for file in files:
+            with contextlib.suppress(OSError):      # a folder; what cannot be removed
+                file.unlink()
 
     # the index
 
@@ -628,20 +635,14 @@ class FolderTransport:
             return index
         for path, entry in found.files.items():
             if not is_file(self.objects / entry.sha256):
-                link(self.root / path, self.fresh())
-                self.put(f".hub/objects/{entry.sha256}")
+                self.put(link(self.root / path, self.new()), f".hub/objects/{entry.sha256}")
         return self.save(found)
 
     def save(self, index: Index) -> Index:
-        """Make a version, whose objects are there, the newest one. Other objects go, and so does
-        what a kill has left."""
-        self.write(json.dumps(dataclasses.asdict(index)).encode())
-        self.put(".hub/index.json")
-        needed = {"index.json", "lock", *index.hashes().values()}
-        for file in [*self.own.iterdir(), *self.objects.iterdir()]:
-            if file.name not in needed and not file.name.startswith("aside_"):
-                with contextlib.suppress(OSError):      # a folder; what cannot be removed
-                    file.unlink()
+        """Make a version, whose objects are there, the newest one. Other objects go."""
+        self.put(self.write(json.dumps(dataclasses.asdict(index)).encode()), ".hub/index.json")
+        needed = set(index.hashes().values())
+        self.remove(file for file in self.objects.iterdir() if file.name not in needed)
         return index
 
     # the visible files
@@ -682,11 +683,10 @@ class FolderTransport:
             self.make_way(path)
             (self.root / path).unlink(missing_ok=True)
         for path in set(index.stale) & index.files.keys():
-            link(self.objects / index.files[path].sha256, self.fresh())
-            self.put(path)
+            self.put(link(self.objects / index.files[path].sha256, self.new()), path)
         return self.save(dataclasses.replace(index, stale=[]))
 
-    # writing: a file is made whole as .hub/new, and then moved to its place
+    # writing: a file is made whole in .hub, and then moved to its place
 
     def make_way(self, path: str):
         """Move aside what keeps a file from its place, so that it blocks nobody: no folder where
@@ -700,29 +700,28 @@ class FolderTransport:
                 os.rename(place, aside)
                 write_line(f"notice   {place} was in the way of a file; it is now {aside}")
 
-    def fresh(self) -> Path:
-        self.make_way(".hub/new")
-        self.new.unlink(missing_ok=True)
-        return self.new
+    def new(self) -> Path:
+        return self.own / f"new_{os.urandom(8).hex()}"
 
-    def put(self, path: str):
+    def put(self, new: Path, path: str):
         self.make_way(path)
         (self.root / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(self.new, self.root / path)
+        os.replace(new, self.root / path)
 
-    def write(self, content):
-        """Make a file of bytes, or a copy of a file, that is on the disk."""
+    def write(self, content) -> Path:
+        """A new file of bytes, or a copy of a file, that is on the disk."""
         source = io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb")
-        with source, open(self.fresh(), "xb") as f:     # x: never through a link
+        with source, open(self.new(), "xb") as f:
             shutil.copyfileobj(source, f, 1 << 20)
             f.flush()
             os.fsync(f.fileno())
+        return Path(f.name)
 
     def store(self, content) -> Entry:
         """Keep bytes, or a copy of a file, as an object."""
-        self.write(content)
-        digest, status = sha256(self.new), self.new.stat()
-        self.put(f".hub/objects/{digest}")
+        new = self.write(content)
+        digest, status = sha256(new), new.stat()
+        self.put(new, f".hub/objects/{digest}")
         return Entry(digest, status.st_size, status.st_mtime)
 
     # the verbs

@@ -4532,7 +4532,7 @@ def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
     for i in range(2):
         folder.commit({path: b"4", diloco.STEP: b"{}", "README.md": b"page"})
         folder.commit({}, [path, "README.md"])
-    for name in ("new", "index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
+    for name in ("index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
         victim = own / name
         victim.unlink(missing_ok=True)
         victim.symlink_to(outside / "delta_1.safetensors")
