@@ -1528,14 +1528,12 @@ def may_commit(settings: dict, transport, state: SwarmState, times, last=False) 
     limit = settings["commits_per_hour"]
     if not transport.limited or not limit:
         return True
-    # by the master's clock alone: a node's own may be wrong
-    nodes = sum(entry.last_seen > state.published - 7200 and not entry.final
-                for entry in state.nodes.values())
-    # with a bucket the master alone makes commits
-    share, window = limit / (1 if state.bucket else nodes + 2), 3600.0
-    if share < 1:
-        share, window = 1.0, window / share
-    share, now = int(share), time.time()
+    sharing = 1                 # with a bucket the master alone makes commits
+    if not state.bucket:        # by the master's clock alone: a node's own may be wrong
+        sharing += 1 + sum(entry.last_seen > state.published - 7200 and not entry.final
+                           for entry in state.nodes.values())
+    window = 3600.0 * max(1.0, sharing / limit)         # s, in which a share is one commit or more
+    share, now = max(1, limit // sharing), time.time()
     times = [t for t in times if now - window < t <= now]     # not those of a clock that was ahead
     gap = 0.0 if last else window / share * 2 * (2 * len(times) / share - 1)
     return len(times) < share and (not times or now - times[-1] >= gap)

@@ -6280,20 +6280,21 @@ SHAPES = {
 }
 
 
-class Watch:
+class Watch(threading.Thread):
     """The peak of a process's anonymous memory in MB: mapped files do not count, the system can
     drop them."""
 
     def __init__(self, process):
+        super().__init__(daemon=True)
         self.process, self.peak = process, 0
-        threading.Thread(target=self.run, daemon=True).start()
+        self.start()
 
     def run(self):
+        status = Path(f"/proc/{self.process.pid}/status")
         while self.process.poll() is None:
-            with contextlib.suppress(OSError, StopIteration):
-                with open(f"/proc/{self.process.pid}/status") as f:
-                    line = next(line for line in f if line.startswith("RssAnon"))
-                self.peak = max(self.peak, int(line.split()[1]) // 1024)
+            with contextlib.suppress(OSError, TypeError):       # it has ended just now
+                found = re.search(r"RssAnon:\s*(\d+)", status.read_text())
+                self.peak = max(self.peak, int(found[1]) // 1024)
             time.sleep(0.005)
 
 
@@ -6325,51 +6326,53 @@ def size():
                  "--eval-batches=1", "--sample=", "--device=cpu", "--precision=fp32",
                  "--eval-every=1", "--max-steps=1000"]
         with tempfile.TemporaryDirectory() as folder:
-            measure(name, flags, server, Path(folder))
+            print(json.dumps(measure(name, flags, server, Path(folder))), flush=True)
 
 
-def measure(name: str, flags: list, server, cwd: Path):
+def measure(name: str, flags: list, server, cwd: Path) -> dict:
     shapes = diloco.shapes_of(diloco.swarm_tensors(build_model(load_config(flags)["model"])))
     count = sum(math.prod(shape) for shape in shapes.values())
-    master = start("master.py", f"--hub=me/{name}", "--keyframe-every=2", "--commits-per-hour=0",
-                   "--round-timeout=1", *flags, cwd=cwd, log="master.log")
-    watch, worker, log = Watch(master), None, cwd / "master.log"
+    log, processes, up, down = cwd / "master.log", [], [], []
+
+    def launch(*flags):
+        processes.append(start(*flags, cwd=cwd, log=flags[0].replace(".py", ".log")))
+        return Watch(processes[-1])
     try:
+        master = launch("master.py", f"--hub=me/{name}", "--keyframe-every=2", "--round-timeout=1",
+                        "--commits-per-hour=0", *flags)
         wait_for(lambda: "waiting for deltas" in log.read_text(), 600)
         hub = diloco.open_hub(f"me/{name}")
-        up, down, before = {}, {}, diloco.read_state(hub)[1]
+        before = diloco.read_state(hub)[1]
         for step in (1, 2):     # an update alone, and one with a keyframe
             delta = feed(hub, before, shapes, step)
             server.bytes.clear()
             wait_for(lambda: f"round    {step:4d}" in log.read_text(), 600)
             time.sleep(3)       # its listing; the evaluation
-            up[step] = server.bytes["in"]
+            up.append(server.bytes["in"])
             server.bytes.clear()
             at, state = diloco.read_state(hub)
             diloco.fetch_global(hub, at, state, cwd / "in", shapes, before)
-            down[step], before = server.bytes["out"], state
-        peak = watch.peak       # with eight nodes
-        worker = start("worker.py", f"--hub=me/{name}", "--node-id=w", "--device=cpu",
-                       "--inner-steps=1", "--checkpoint.every-steps=0", "--logging.every-steps=1",
-                       cwd=cwd, log="worker.log")
-        watched = Watch(worker)
+            down.append(server.bytes["out"])
+            before = state
+        peak = master.peak       # with eight nodes
+        worker = launch("worker.py", f"--hub=me/{name}", "--node-id=w", "--device=cpu",
+                        "--inner-steps=1", "--checkpoint.every-steps=0", "--logging.every-steps=1")
         wait_for(lambda: (cwd / "worker.log").read_text().count("\ninstall") >= 3, 900)
     finally:
-        for process in (master, worker):
-            if process:
-                process.kill()
-                process.wait()
-    seconds = [float(s) for s in re.findall(r"round.* ([\d.]+) s\n", log.read_text())[:2]]
-    print(json.dumps({
-        "shape": name, "parameters": count,
-        "master up": round((up[1] + (up[2] - up[1]) / 10) / count, 2),
-        "worker up": round(delta / count, 2), "worker down": round(sum(down.values()) / 2 / count,
-                                                                  2),
-        "master MB, 8 nodes": peak, "a parameter, beside 500": round((peak - 500) / count * 2**20,
-                                                                     1),
-        "worker MB": watched.peak, "a parameter, beside 500 MB":
-            round((watched.peak - 500) / count * 2**20, 1),
-        "seconds of a round, and of one with a keyframe": seconds}), flush=True)
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {"shape": name, "parameters": count,
+            "bytes a parameter and round": {
+                # one round in ten has a keyframe
+                "master up": round((up[0] + (up[1] - up[0]) / 10) / count, 2),
+                "worker up": round(delta / count, 2),
+                "worker down": round(sum(down) / 2 / count, 2)},
+            "peak MB, and bytes a parameter beside 500 MB": {
+                who: (mb, round((mb - 500) / count * 2**20, 1))
+                for who, mb in (("master, 8 nodes", peak), ("worker", worker.peak))},
+            "seconds of a round, and of one with a keyframe": [
+                float(s) for s in re.findall(r"round.* ([\d.]+) s\n", log.read_text())[:2]]}
 
 
 if __name__ == "__main__":  # python test_all.py bench, size, hub, crowd, [clock] NODES SEED [a row]
