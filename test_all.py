@@ -3475,7 +3475,7 @@ def test_two_masters_one_stops(folder):
 
 
 @pytest.mark.parametrize("kind", ["hub", "folder"])
-def test_the_repository_is_a_model_with_a_page(request, kind):
+def test_the_repository_is_a_model_with_a_page(request, monkeypatch, kind):
     """model.safetensors is the keyframe and costs no second upload; the page is a commit of its
     own, and what the owner writes on it stays, also when he writes meanwhile."""
     transport = request.getfixturevalue("remote" if kind == "hub" else "folder")
@@ -3489,9 +3489,8 @@ def test_the_repository_is_a_model_with_a_page(request, kind):
         "config.json": b"{}"}, draw=lambda curves: f"<svg>{curves}</svg>", log=log.append)
     if server:      # weights, momentum in bf16: base64 and headers are small change
         assert server.bytes["in"] - before < 1.7 * sum(v.nbytes for v in tensors.values())
-    node = Node.__new__(Node)
-    node.make = lambda: nn.Linear(256, 256)
-    Node.__init__(node, transport, codec="int4")
+    monkeypatch.setattr(Node, "make", lambda self: nn.Linear(256, 256))
+    node = Node(transport, codec="int4")
 
     def text(path=diloco.PAGE):
         return transport.read(path)[1].decode()
@@ -4043,6 +4042,8 @@ def test_the_memory_of_a_round_does_not_grow_with_the_nodes(folder, tmp_path):
 
 
 # ---- diloco.py: alone
+# - a copied file is whole: defaults, a trainer, a master in ten lines
+# - tensors of any layout; pieces are coded like the whole
 
 
 def test_the_defaults_in_the_file_are_those_of_the_config():
@@ -4117,7 +4118,7 @@ def test_a_plain_loop_and_a_master_in_ten_lines(tmp_path, monkeypatch):
     assert all(entry.lost == 0 for entry in state.nodes.values())
 
 
-def test_parameters_of_any_memory_layout(folder):
+def test_parameters_of_any_memory_layout(folder, monkeypatch):
     class Strided(nn.Module):
         def __init__(self):
             super().__init__()
@@ -4125,19 +4126,13 @@ def test_parameters_of_any_memory_layout(folder):
             self.turned = nn.Parameter(torch.randn(32, 80).t())
             self.scalar = nn.Parameter(torch.tensor(1.0))
     torch.manual_seed(0)
-    model = Strided()
-    tensors = diloco.swarm_tensors(model)
-    assert not model.turned.is_contiguous() and not model.conv.weight.is_contiguous()
-    master = diloco.MasterOuterLoop(folder, {**SWARM, "codec": "int4"}, tensors, {},
-                                    log=lambda line: None)
-    node = Node.__new__(Node)
-    node.make = Strided
-    Node.__init__(node, folder, codec="int4")
-    node.train(size=0.1)
-    node.send()
-    assert master.sync_once() == 1
-    node.see()
-    assert all(torch.equal(node.node.local.G[k], v) for k, v in master.weights.items())
+    first = Strided()
+    assert not first.turned.is_contiguous() and not first.conv.weight.is_contiguous()
+    master = diloco.MasterOuterLoop(folder, {**SWARM, "codec": "int4"},
+                                    diloco.swarm_tensors(first), {}, log=lambda line: None)
+    monkeypatch.setattr(Node, "make", Strided)
+    node = Node(folder, codec="int4")
+    assert exchange(master, node, size=0.1) == 1 and same(node.node.local.G, master.weights)
     assert not node.model.turned.is_contiguous(), "it stays as the model made it"
 
 
@@ -4577,6 +4572,11 @@ def test_following_the_updates_is_bit_identical_to_loading_the_model(tmp_path, c
 
 
 # ---- diloco.py: a swarm in virtual time
+# - a swarm of real masters, workers and trainers is deterministic and loses nothing
+# - it ends as one: by the nodes' mean progress, or by the outer steps; a longer run goes on
+# - the loops of all nodes take the same time
+# - settings of a master that is started again reach the nodes, and leave their own flags
+# - a day under a commit limit: no hour has more commits, no node starves
 
 
 class VirtualTime:
@@ -4819,8 +4819,7 @@ def test_a_simulation_stops_at_a_time(tmp_path):
 
 def test_what_comes_after_the_last_outer_step_waits_for_a_longer_run(folder):
     master, a = make_master(folder, max_outer_steps=1), Node(folder)
-    a.train()
-    a.send()
+    a.send(1)
     master.run()
     assert master.state.finished and any(line.startswith("finished") for line in master.lines)
     a.see()
@@ -4832,21 +4831,16 @@ def test_what_comes_after_the_last_outer_step_waits_for_a_longer_run(folder):
     assert any("1 deltas came after the last outer step" in line for line in late.lines)
     longer = make_master(folder, max_outer_steps=2)
     longer.run()
-    entry = longer.state.nodes["a"]
-    assert (entry.steps, entry.lost, entry.final) == (2, 0, False) and not folder.list("nodes/")
+    assert counts(longer) == (2, 2, 0) and not folder.list("nodes/")
+    assert not longer.state.nodes["a"].final
 
 
 def test_the_last_delta_of_a_node_is_final_though_the_swarm_has_moved_the_end(folder):
-    master = make_master(folder)
-    master.state.config = {"run": {"max_steps": 4}}
+    master = make_master(folder, config={"run": {"max_steps": 4}})
     a, b = Node(folder), Node(folder, "b")
-    for node in (a, b):
-        node.node.target = 4
-    a.train(2)
-    a.node.push(a)
-    a.upload()
-    b.train()
-    b.send()
+    a.node.target = b.node.target = 4
+    a.send(2)
+    b.send(1)
     master.sync_once()          # the clock stands at 1.5
     a.train()                   # as far as it was to go
     a.see()
@@ -4868,24 +4862,17 @@ def test_settings_with_which_a_master_is_started_again_reach_the_nodes(folder, c
     config = {"run": {"max_steps": 40, "seed": 1}, "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]},
               "scheduler": {"name": "cosine", "max_steps": 0}, "model": {"n_layer": 2},
               "distributed": {"inner_steps": 50}}
-
-    def master_with(config):
-        log = []
-        master = diloco.MasterOuterLoop(folder, SWARM, diloco.swarm_tensors(Net()),
-                                        {"config": config, "buffers": ["stat"]}, log=log.append)
-        return master, log
-    master, _ = master_with(config)
+    make_master(folder, config=config)
     a = Node(folder)
-    a.config["run"]["seed"] = 1
-    a.config |= {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
-                 "scheduler": {"name": "cosine", "max_steps": 40}}
-    a.config["run"]["max_steps"] = a.node.target = 40
+    a.config = {"data": {"target_batch_size": 2}, "run": {"max_steps": 40, "seed": 1},
+                "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
+                "scheduler": {"name": "cosine", "max_steps": 40}}
+    a.node.target, a.node.settings["inner_steps"] = 40, 50
     other = copy.deepcopy(config)
-    other["run"] |= {"max_steps": 80, "seed": 2}
+    other["run"] = {"max_steps": 80, "seed": 2}
     other["optimizer"]["lr"], other["distributed"]["inner_steps"] = 0.05, 20
-    master, log = master_with(other)
-    assert "setting  run.max_steps is 80 now, was 40: the workers take it over" in log
-    a.node.settings["inner_steps"] = 50
+    master = make_master(folder, config=other)
+    assert "setting  run.max_steps is 80 now, was 40: the workers take it over" in master.lines
     a.see()
     assert a.node.target == 80 == a.config["run"]["max_steps"]
     assert a.config["scheduler"]["max_steps"] == 80, "the learning rate curve is stretched"
@@ -4893,20 +4880,21 @@ def test_settings_with_which_a_master_is_started_again_reach_the_nodes(folder, c
     said = capsys.readouterr().out
     assert "run.max_steps is 80 now" in said and "optimizer.lr is 0.05" in said
     assert "run.seed=2 now, not 1: it counts here when this worker starts again" in said
-    b = Node(folder, "b")
-    master.state.config["distributed"]["codec"] = "int3"
-    b.node.state.config["distributed"]["codec"] = "fp32"
-    master.publish(copy.deepcopy(master.state), {})
-    b.see()
-    assert b.stop_signal == "Refused" and "codec=int3" in str(b.node.failed)
     a.config["optimizer"]["lr"] = 0.3           # a flag of this worker's own
     other["optimizer"]["lr"] = 0.2
-    master, _ = master_with(other)
+    other["distributed"]["codec"] = "fp32"
+    b = Node(folder, "b")
+    make_master(folder, config=other)
     a.see()
     assert a.config["optimizer"]["lr"] == 0.3
+    b.see()
+    other["distributed"]["codec"] = "int3"
+    make_master(folder, config=other)
+    b.see()
+    assert b.stop_signal == "Refused" and "codec=int3" in str(b.node.failed)
     other["model"]["n_layer"] = 3
     with pytest.raises(diloco.Refused, match="model.n_layer=3: the model of this hub has 2"):
-        master_with(other)
+        make_master(folder, config=other)
 
 
 def test_a_master_started_again_with_other_flags_changes_the_run_but_not_the_model():
@@ -4928,21 +4916,14 @@ def test_a_master_started_again_with_other_flags_changes_the_run_but_not_the_mod
 
 def test_an_extended_run_goes_on(folder):
     """The master is started again with more steps after all have ended."""
-    def master_with(max_steps):
-        return diloco.MasterOuterLoop(
-            folder, SWARM, diloco.swarm_tensors(Net()),
-            {"config": {"run": {"max_steps": max_steps}}, "buffers": ["stat"]},
-            log=lambda line: None)
-    master, a = master_with(4), Node(folder)
+    short, long = ({"run": {"max_steps": steps}} for steps in (4, 8))
+    master, a = make_master(folder, config=short), Node(folder)
     a.node.target = 4
-    a.train(4)
-    a.send()
-    master.sync_once()
-    a.see()
+    exchange(master, a, steps=4)
     assert master.state.finished and a.config["run"]["max_steps"] == 4
     assert master.over(master.waiting()[0])
-    assert master_with(4).state.finished
-    master = master_with(8)
+    assert make_master(folder, config=short).state.finished
+    master = make_master(folder, config=long)
     assert not master.state.finished and not master.state.nodes["a"].final
     a.see()
     assert a.config["run"]["max_steps"] == 8
@@ -5591,6 +5572,9 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
 
 
 # ---- master.py and worker.py, as processes
+# - killed at any time, a swarm ends with balanced books; its end is that of the mean progress
+# - two nodes learn more than one machine alone; what they leave is read, exported, gone on with
+# - a worker waits for its master, keeps the flags of its first start, and ends at a signal
 
 
 def start(script, *flags, cwd, log):
