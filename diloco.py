@@ -1944,19 +1944,21 @@ class MasterOuterLoop:
         self.first_seen = None          # when the first delta of the coming round was seen
         self.page_made = -math.inf      # when the page was published
         self.recent, self.told = deque(maxlen=5), set()     # rounds; topics of advice given
-        self.listed, self.listing = None, []    # the version that was listed last
+        self.listing = None, []         # the version that was listed last, and what is there
         self.own = []                   # hashes of the states this master has published
-        for pause in (1.0, 2.0, 4.0, 8.0, 0.0):
+        for pause in (1.0, 2.0, 4.0, 8.0):
             try:
                 return self.take_over(weights, published or {})
             # a commit came between, of a master that has died, or that will stop when it sees ours;
             # or a file is damaged
             except (Superseded, Unavailable) as e:
-                error = e
-            self.tell(error.args[0], pause)
-            wait(pause, self.stopped)
-        raise Refused(f"{error.args[0]}; put the file back from the repository's history or from a "
-                      f"machine that trains")
+                self.tell(e.args[0], pause)
+                wait(pause, self.stopped)
+        try:
+            self.take_over(weights, published or {})
+        except Unavailable as e:
+            raise Refused(f"{e.args[0]}; put the file back from the repository's history or from a "
+                          f"machine that trains") from e
 
     def stopped(self) -> bool:
         return self.stop
@@ -2281,12 +2283,12 @@ class MasterOuterLoop:
             if not matches_hash(self.content, tag):
                 self.repair(version)
             # a delta that comes to a bucket makes no version
-            if version != self.listed or self.state.bucket:
-                self.listing = self.transport.list("nodes/", version)
-                self.version = self.listed = version
+            if version != self.listing[0] or self.state.bucket:
+                self.listing = version, self.transport.list("nodes/", version)
+                self.version = version
         self.patiently(look)
         waiting, strange = [], []
-        for path, size, tag in self.listing:
+        for path, size, tag in self.listing[1]:
             match = DELTA.fullmatch(path)
             if match and NODE_ID.fullmatch(match[1]):
                 waiting.append(Waiting(match[1], int(match[2]), path, size, tag))

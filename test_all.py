@@ -5601,31 +5601,24 @@ def wait_for(condition, seconds=90):
         time.sleep(0.1)
 
 
+def start_worker(name, cwd, *flags):
+    return start("worker.py", f"--node-id={name}", "--device=cpu", *flags, cwd=cwd,
+                 log=f"{name}.log")
+
+
 def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
-    master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
-    worker = lambda name: start("worker.py", f"--node-id={name}", "--device=cpu",  # noqa: E731
-                                "--checkpoint.every-steps=15", cwd=tmp_path, log=f"{name}.log")
-    workers, chance = {name: worker(name) for name in "ab"}, random.Random(0)
-    try:
-        for kill in range(5):
-            time.sleep(chance.uniform(2.0, 4.5))
-            if kill % 3 == 0:
-                master.kill()
-                master.wait()
-                master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
-            else:
-                name = "ab"[kill % 2]
-                if workers[name].poll() is None:
-                    workers[name].kill()
-                    workers[name].wait()
-                    workers[name] = worker(name)
-        assert [w.wait(timeout=240) for w in workers.values()] == [0, 0], (
-            tmp_path / "a.log").read_text()
-        assert master.wait(timeout=240) == 0, "it ends when the swarm has finished"
-    finally:
-        for p in (master, *workers.values()):
-            p.kill()
-            p.wait()
+    begin = {"m": lambda: start("master.py", *MASTER, cwd=tmp_path, log="m.log"),
+             "a": lambda: start_worker("a", tmp_path, "--checkpoint.every-steps=15"),
+             "b": lambda: start_worker("b", tmp_path, "--checkpoint.every-steps=15")}
+    running, chance = {name: begin[name]() for name in begin}, random.Random(0)
+    for name in "mbamb":
+        time.sleep(chance.uniform(2.0, 4.5))
+        if running[name].poll() is None:
+            running[name].kill()
+            running[name].wait()
+            running[name] = begin[name]()
+    for name in "abm":
+        assert running[name].wait(timeout=240) == 0, (tmp_path / f"{name}.log").read_text()
     assert "finished" in (tmp_path / "m.log").read_text()
     merged = [m for line in history_of(diloco.FolderTransport(tmp_path / "runs/hub"))
               for m in line.get("merged", ())]
@@ -5633,8 +5626,8 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
     assert len(steps) == len(set(steps)), "nothing is merged twice"
     for name, entry in books(tmp_path).items():
         assert sum(m["steps"] for m in merged if m["node"] == name) == entry["steps"]
-        # a node that is killed before its first checkpoint joins anew, at the swarm's step; one that
-        # is killed with its last delta on the hub has no more to send
+        # a node that is killed before its first checkpoint joins anew, at the swarm's step; one
+        # that is killed with its last delta on the hub has no more to send
         assert entry["steps"] + entry["lost"] <= entry["local_step"]
         assert entry["final"] or entry["local_step"] == last_step(tmp_path / f"runs/smoke/{name}")
     # the end is that of the mean progress, which a node learns of with a delay
@@ -5642,22 +5635,15 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
 
 
 def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
-    """The demo of the README: three terminals, the default folder, then Ctrl-C."""
+    """The demo of the README: three terminals, the default folder."""
     flags = ["--config=smoke", "--max-steps=200", "--eval-every=20", "--device=cpu"]
     alone = run_script([*flags, "--name=alone"], tmp_path)
     alone = float(re.findall(r"val ([\d.]+)", alone.stdout)[-1])
-    first, second = (start("worker.py", f"--node-id={name}", cwd=tmp_path, log=f"{name}.log")
-                     for name in "ab")
+    workers = [start_worker(name, tmp_path) for name in "ab"]
     for name in "ab":           # both wait for the master, so that they begin together
         wait_for(lambda: "waiting  for a global" in (tmp_path / f"{name}.log").read_text())
     master = start("master.py", *flags, "--inner-steps=10", cwd=tmp_path, log="m.log")
-    try:
-        assert first.wait(timeout=240) == 0 and second.wait(timeout=240) == 0
-        assert master.wait(timeout=240) == 0
-    finally:
-        for p in (master, first, second):
-            p.kill()
-            p.wait()
+    assert [process.wait(timeout=240) for process in (*workers, master)] == [0, 0, 0]
     log = (tmp_path / "a.log").read_text()
     assert [word for word in ("waiting", "join", "push", "install", "eval", "checkpoint")
             if f"\n{word}" not in "\n" + log] == []
@@ -5672,12 +5658,10 @@ def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
     done = run_script(["--export=out"], tmp_path, "master.py")
     assert done.returncode == 0 and (tmp_path / "out/config.json").exists(), done.stderr
     assert hub.head() == before, "it only reads"
-    exported = load_file(tmp_path / "out/model.safetensors")
-    latest = load_file(tmp_path / "runs/hub/global/latest.safetensors")
-    assert all(torch.equal(exported[k], v) for k, v in latest.items())
-    for name in "ab":
-        again = run_script([f"--node-id={name}"], tmp_path, "worker.py")
-        assert again.returncode == 0 and "already at step" in again.stdout, again.stderr
+    assert same(load_file(tmp_path / "runs/hub/global/latest.safetensors"),
+                load_file(tmp_path / "out/model.safetensors"))
+    again = run_script(["--node-id=a"], tmp_path, "worker.py")
+    assert again.returncode == 0 and "already at step" in again.stdout, again.stderr
     again = run_script(["--device=cpu"], tmp_path, "master.py")
     assert again.returncode == 0 and "finished" in again.stdout
 
@@ -5698,41 +5682,30 @@ def test_a_worker_started_again_keeps_the_flags_of_its_first_start(tmp_path, mon
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_worker_that_waits_and_one_that_trains(tmp_path, number):
-    worker = start("worker.py", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
-    log = tmp_path / "a.log"
+    worker, log = start_worker("a", tmp_path), tmp_path / "a.log"
     wait_for(lambda: "waiting  for a global model" in log.read_text())
     worker.send_signal(number)
     assert worker.wait(timeout=30) == 0 and "Traceback" not in log.read_text()
     master = start("master.py", *MASTER, "--max-steps=100000", cwd=tmp_path, log="m.log")
-    worker = start("worker.py", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
-    try:
-        wait_for(lambda: "\npush" in log.read_text())
-        worker.send_signal(number)
-        assert worker.wait(timeout=30) == 0
-        assert f"{number.name}: the state is saved" in log.read_text()
-        master.send_signal(number)
-        assert master.wait(timeout=30) == 0
-    finally:
-        master.kill()
-        worker.kill()
+    worker = start_worker("a", tmp_path)
+    wait_for(lambda: "\npush" in log.read_text())
+    worker.send_signal(number)
+    assert worker.wait(timeout=30) == 0
+    assert f"{number.name}: the state is saved" in log.read_text()
+    master.send_signal(number)
+    assert master.wait(timeout=30) == 0
     entry = books(tmp_path)["a"]
     assert entry["steps"] == entry["local_step"] and entry["lost"] == 0
 
 
 def test_a_worker_waits_and_says_so_and_a_swarm_runs_over_the_hub(hub, tmp_path):
-    repo = f"me/live{len(hub.repos)}"
-    a = start("worker.py", f"--hub={repo}", "--node-id=a", "--device=cpu", cwd=tmp_path,
-              log="a.log")
-    try:
-        wait_for(lambda: f"waiting  for {repo}" in (tmp_path / "a.log").read_text())
-        flags = [f"--hub={repo}", *MASTER, "--max-steps=40", "--max-outer-steps=1"]
-        master = subprocess.run([sys.executable, HERE / "master.py", *flags], cwd=tmp_path,
-                                capture_output=True, text=True, timeout=240)
-        assert master.returncode == 0 and "round       1" in master.stdout, (
-            master.stdout + master.stderr)
-        assert a.wait(timeout=240) == 0, (tmp_path / "a.log").read_text()
-    finally:
-        a.kill()
+    repo, log = f"me/live{len(hub.repos)}", tmp_path / "a.log"
+    worker = start_worker("a", tmp_path, f"--hub={repo}")
+    wait_for(lambda: f"waiting  for {repo}" in log.read_text())
+    master = run_script([f"--hub={repo}", *MASTER, "--max-steps=40", "--max-outer-steps=1"],
+                        tmp_path, "master.py")
+    assert master.returncode == 0 and "round       1" in master.stdout, master.stderr
+    assert worker.wait(timeout=240) == 0, log.read_text()
     pushed = lines_of(tmp_path / "runs/smoke/a", "push")
     assert sum(p["steps"] for p in pushed) == pushed[-1]["step"] <= 40
     assert lines_of(tmp_path / "runs/smoke/a", "join")[0] == {
