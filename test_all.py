@@ -3694,15 +3694,14 @@ def test_a_cache_that_lags_is_not_taken_for_another_master(folder, monkeypatch):
     exchange(master, a)
     old_head, old_read, old = folder.head(), folder.read(diloco.STEP), [False, True]
     exchange(master, a)
-    real = master.transport
 
     class Lagging(diloco.FolderTransport):
         def head(self):
-            return old_head if old.pop() else real.head()
+            return old_head if old.pop() else super().head()
 
         def read(self, path, version=None):
-            return old_read if version == old_head[0] else real.read(path, version)
-    master.transport = Lagging(folder.root)
+            return old_read if version == old_head[0] else super().read(path, version)
+    master.repository.transport = Lagging(folder.root)
     a.send(1)
     assert master.sync_once() == 3
     assert any("older version" in line for line in master.lines)
@@ -5692,6 +5691,7 @@ def test_a_signal_ends_a_worker_that_waits_and_one_that_trains(tmp_path, number)
     worker.send_signal(number)
     assert worker.wait(timeout=30) == 0
     assert f"{number.name}: the state is saved" in log.read_text()
+    wait_for(lambda: "a" in books(tmp_path))
     master.send_signal(number)
     assert master.wait(timeout=30) == 0
     entry = books(tmp_path)["a"]
