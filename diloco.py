@@ -1852,13 +1852,10 @@ def advice(settings: dict, rounds: list):
 def changes(old: dict, new: dict):
     """Yields (section, key, before, now) of the settings that differ."""
     for section, values in new.items():
-        before = old.get(section, {})
         for key, value in values.items():
-            there = before.get(key, value)
-            # JSON has lists only
-            if (list(there) if isinstance(there, tuple) else there) != (
-                    list(value) if isinstance(value, tuple) else value):
-                yield section, key, there, value
+            before = old.get(section, {}).get(key, value)
+            if before != value:
+                yield section, key, before, value
 
 
 BEGIN = "<!-- swarm: from here to the closing mark the master writes; the rest is yours -->"
@@ -2054,6 +2051,7 @@ class MasterOuterLoop:
         """Load what is published, or begin, and commit: from then on the commit of any other master
         fails. Raises Superseded, or Unavailable if the model does not arrive whole."""
         self.repository = Repository(self.transport)
+        published = json.loads(json.dumps(published))       # JSON has lists only
         if self.repository.content is None:
             state, files = self.begin(weights, published)
         else:
@@ -3177,8 +3175,8 @@ class DumbDiLoCo:
         now = time.monotonic()
         if self.looking is None and now >= self.next_look and not (self.closing or self.failed):
             self.looking = self.job(self.look, (self.tag, self.state))
-            self.next_look = now + poll_interval(self.settings, self.transport, self.loop
-                                                 ) * random.uniform(0.8, 1.2)
+            pause = poll_interval(self.settings, self.transport, self.loop)
+            self.next_look = now + pause * random.uniform(0.8, 1.2)
 
     def tell(self, trainer):
         while self.errors:
