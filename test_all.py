@@ -3006,15 +3006,13 @@ class Later:
         self.ended = True
 
 
-class Node:
-    """A DumbDiLoCo without its threads: the test says when something is sent and seen."""
+class Node(diloco.PlainTrainer):
+    """A trainer and its DumbDiLoCo, without threads: the test says what is sent and seen when."""
     make = Net
 
     def __init__(self, transport, name="a", saved=None, threads=False, **settings):
-        self.model, self.step, self.tokens, self.position, self.last_loss = (
-            self.make(), 0, 0, 0, torch.tensor(1.0))
-        self.stop_signal, self.events = None, []
-        self.config = {"data": {"target_batch_size": 2}, "run": {"max_steps": 10**9}}
+        super().__init__(self.make(), max_steps=10**9, batch_size=2)
+        self.last_loss, self.events = torch.tensor(1.0), []
         self.work = {k: torch.zeros_like(v) for k, v in diloco.swarm_tensors(self.model).items()}
         self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings})
         if not threads:
@@ -3027,9 +3025,6 @@ class Node:
                 saved["step"], saved["step"] * 2, saved["tokens"])
             self.node.load_state_dict(saved["coordinator"])
         self.node.start(self)
-
-    def progress(self):
-        return str(self.step)
 
     def emit(self, event, line, **payload):
         self.events.append((event, payload))
@@ -3972,25 +3967,20 @@ def test_a_step_beyond_the_end_is_refused(folder, tmp_path):
     assert Node(folder, "late").step == 210 == master.state.progress
 
 
-def test_settings_that_hurt_are_told_once(folder):
-    master = make_master(folder, inner_steps=5, outer_momentum=0.9)
-    nodes = [Node(folder, name) for name in "abc"]
-    for _ in range(5):
-        exchange(master, nodes[0], steps=9)
-    for node in nodes[1:]:      # based on a global model that is five rounds old
-        node.send(1)
-    master.sync_once()
-    said = [line for line in master.lines if line.startswith("notice")]
-    assert len(said) == 3 and all(any(word in line for line in said) for word in (
-        "--outer-momentum", "--inner-steps, so that", "node a trains more than half"))
-    quiet = make_master(diloco.FolderTransport(folder.root / "other"), outer_momentum=0.8,
-                        inner_steps=5)
-    b = Node(quiet.transport)
-    for steps in (5, 99, 99, 5, 5, 5, 20, 20, 20):      # the master was away; then, slow rounds
-        assert not [line for line in quiet.lines if line.startswith("notice")]
-        exchange(quiet, b, steps=steps)
-    assert [line for line in quiet.lines if line.startswith("notice")] == [
-        "notice   a round takes 4 inner loops: raise --inner-steps to 20"]
+@pytest.mark.parametrize("topics, momentum, rounds", [
+    ([], 0.8, [[("a", 50, 0)]]),
+    (["short"], 0.9, [[("a", 5, 0)]]), (["stale"], 0.8, [[("a", 5, 3)]]),
+    ([], 0.8, [[("a", 20, 0)]] * 4), (["long"], 0.8, [[("a", 20, 0)]] * 5),
+    ([], 0.8, [[("a", 5, 0)], [("a", 99, 0)], [("a", 99, 0)], *[[("a", 5, 0)]] * 2]),
+    (["large"], 0.8, [[("a", 9, 0)]] * 3 + [[("b", 5, 0)], [("c", 5, 0)]])])
+def test_settings_that_hurt_are_told(topics, momentum, rounds):
+    """The deltas of a round: (node, steps, outer steps late)."""
+    lines = [{"outer_step": 10 + i, "merged": [
+        {"node": node, "steps": steps, "tokens": steps, "base_outer_step": 9 + i - late}
+        for node, steps, late in deltas]} for i, deltas in enumerate(rounds)]
+    advice = dict(diloco.advice({"inner_steps": 5, "outer_momentum": momentum}, lines))
+    assert list(advice) == topics and all("raise --" in text or "larger --" in text
+                                          for text in advice.values())
 
 
 def test_rounds_close_when_all_are_there_or_the_time_is_up(folder, monkeypatch):
