@@ -1764,13 +1764,10 @@ def advice(settings: dict, rounds: list):
 def changes(old: dict, new: dict):
     """Yields (section, key, before, now) of the settings that differ."""
     for section, values in new.items():
-        before = old.get(section, {})
         for key, value in values.items():
-            there = before.get(key, value)
-            # JSON has lists only
-            if (list(there) if isinstance(there, tuple) else there) != (
-                    list(value) if isinstance(value, tuple) else value):
-                yield section, key, there, value
+            before = old.get(section, {}).get(key, value)
+            if before != value:
+                yield section, key, before, value
 
 
 BEGIN = "<!-- swarm: from here to the closing mark the master writes; the rest is yours -->"
@@ -1827,6 +1824,84 @@ class Waiting(NamedTuple):
     tag: str
 
 
+class Repository:
+    """What a master holds of its repository: the head, and the state that it has published there.
+    Once another master has published, everything here raises Superseded."""
+
+    def __init__(self, transport):
+        self.transport = transport
+        self.version, self.content = transport.read(STEP)   # the bytes of the state, or None
+        self.own = []                   # hashes of the states published here
+        self.listing = None, []         # a version, and what was below nodes/ then
+
+    def commit(self, content: bytes, add: dict, delete, message: str):
+        """Publish a state and files, on the head. Raises Unavailable or Conflict if the commit was
+        not made."""
+        try:
+            self.version = self.transport.commit({**add, STEP: content}, sorted(delete),
+                                                 self.version, message)
+        except (Conflict, Unavailable):     # it may have been made
+            self.version, there = self.transport.read(STEP)
+            if there != content:
+                self.must_be_ours(there)
+                raise
+        self.content = content
+        self.own = [*self.own[-7:], hashlib.sha256(content).hexdigest()]
+
+    def must_be_ours(self, there):
+        """Raises what it means if the state there is not the newest of ours."""
+        if there == self.content or there is None:
+            return
+        if hashlib.sha256(there).hexdigest() in self.own[:-1]:          # a cache may lag behind
+            raise Unavailable("the repository answers with an older version")
+        try:
+            parse_state(there)
+        except Refused:
+            return              # damaged: ours replaces it
+        raise Superseded("another master has taken the repository over; this one stops")
+
+    def waiting(self) -> tuple:
+        """The deltas there, sorted, and at most a hundred paths that are no delta's name. An idle
+        look is one HEAD."""
+        version, tag = self.transport.head()
+        if not matches_hash(self.content, tag):
+            self.repair(version)
+        # a delta that comes to a bucket makes no version
+        if version != self.listing[0] or getattr(self.transport, "bucket", ""):
+            self.listing = version, self.transport.list("nodes/", version)
+            self.version = version
+        waiting, strange = [], []
+        for path, size, tag in self.listing[1]:
+            match = DELTA.fullmatch(path)
+            if match and NODE_ID.fullmatch(match[1]):
+                waiting.append(Waiting(match[1], int(match[2]), path, size, tag))
+            else:
+                strange.append(path)
+        return sorted(waiting), strange[:100]
+
+    def repair(self, version):
+        """Publish the state again if it is gone or damaged."""
+        there = self.transport.read(STEP, version)[1]
+        self.must_be_ours(there)
+        if there != self.content:
+            self.transport.commit({STEP: self.content}, (), version, "the state again")
+            raise Unavailable(f"{STEP} was {'damaged' if there else 'gone'}: published again")
+
+    def there(self, prefix: str) -> dict:
+        """{path: (size, tag)}"""
+        found = self.transport.list(prefix, self.version)
+        return {path: (size, tag) for path, size, tag in found}
+
+    def damaged(self, files: dict) -> str:
+        """The first of these files that is not there as it was published, or ""."""
+        there = self.there("global/")
+        for path, file in files.items():
+            size, tag = there.get(path, (-1, ""))
+            if size != file["size"] or len(tag) == 64 and tag != file["sha256"]:
+                return path
+        return ""
+
+
 class MasterOuterLoop:
     """Merges what the nodes send, and publishes. All its state is in the repository: start it
     anywhere, with an empty disk, and it goes on bit for bit.
@@ -1856,19 +1931,22 @@ class MasterOuterLoop:
         self.first_seen = None          # when the first delta of the coming round was seen
         self.page_made = -math.inf      # when the page was published
         self.recent, self.told = deque(maxlen=5), set()     # rounds; topics of advice given
-        self.listed, self.listing = None, []    # the version that was listed last
-        self.own = []                   # hashes of the states this master has published
-        for pause in (1.0, 2.0, 4.0, 8.0, 0.0):
+        for pause in (1.0, 2.0, 4.0, 8.0):
             try:
                 return self.take_over(weights, published or {})
             # a commit came between, of a master that has died, or that will stop when it sees ours;
             # or a file is damaged
             except (Superseded, Unavailable) as e:
-                error = e
-            self.tell(error.args[0], pause)
-            wait(pause, self.stopped)
-        raise Refused(f"{error.args[0]}; put the file back from the repository's history or from a "
-                      f"machine that trains")
+                self.tell(e.args[0], pause)
+                wait(pause, self.stopped)
+        try:
+            self.take_over(weights, published or {})
+        except Unavailable as e:
+            raise Refused(f"{e.args[0]}; put the file back from the repository's history or from a "
+                          f"machine that trains") from e
+
+    def waiting(self) -> tuple:
+        return self.patiently(self.repository.waiting)
 
     def stopped(self) -> bool:
         return self.stop
@@ -1884,8 +1962,9 @@ class MasterOuterLoop:
     def take_over(self, weights: dict, published: dict):
         """Load what is published, or begin, and commit: from then on the commit of any other master
         fails. Raises Superseded, or Unavailable if the model does not arrive whole."""
-        self.version, self.content = self.transport.read(STEP)
-        if self.content is None:
+        self.repository = Repository(self.transport)
+        published = json.loads(json.dumps(published))       # JSON has lists only
+        if self.repository.content is None:
             state, files = self.begin(weights, published)
         else:
             state, files = self.go_on(published)
@@ -1898,8 +1977,7 @@ class MasterOuterLoop:
     def begin(self, weights: dict, published: dict) -> tuple:
         """(state, files) of a new run. Raises Refused where there is a model without a readable
         state: it is precious."""
-        found = [path for path, _, _ in self.transport.list("global/", self.version)]
-        if found:
+        if found := list(self.repository.there("global/")):
             raise Refused(f"the hub holds {found[0]} but no {STEP}, and a new run would overwrite "
                           f"it: {RECOVER}, or use another --hub")
         self.state, self.history = SwarmState(os.urandom(8).hex(), **published), b""
@@ -1910,9 +1988,9 @@ class MasterOuterLoop:
 
     def go_on(self, published: dict) -> tuple:
         """(state, files) of the run that is there, with the settings given now."""
-        self.state = parse_state(self.content)
+        self.state, at = parse_state(self.repository.content), self.repository.version
         # keep: not patiently. The version may be gone, or damaged for good
-        self.load(fetch_global(self.transport.transport, self.version, self.state, self.folder))
+        self.load(fetch_global(self.transport.transport, at, self.state, self.folder))
         self.announce(self.state.config, published.get("config", self.state.config))
         state = dataclasses.replace(copy.deepcopy(self.state), **published)
         target, before = target_of(state.config), target_of(self.state.config)
@@ -1933,7 +2011,7 @@ class MasterOuterLoop:
         for name, rows in pieces(self.shapes):
             arrival.advance(name, rows, self.weights[name][rows], self.momentum[name][rows])
         segment = HISTORY.format(arrival.state.keyframe)
-        self.history = self.transport.read(segment, self.version)[1] or b""
+        self.history = self.transport.read(segment, arrival.version)[1] or b""
 
     def announce(self, old: dict, new: dict):
         """Say which settings of the run are others now. Raises Refused for those of the model."""
@@ -1957,7 +2035,7 @@ class MasterOuterLoop:
         line = {"event": "round", "outer_step": state.outer_step, "merged": [], "refused": [],
                 "strange": len(strange)}
         deltas, delete = self.collect(state, waiting, line)
-        broken = self.damaged()
+        broken = self.repository.damaged(self.state.files)
         files = self.outer_step(state, deltas, line) if deltas else {}
         if broken and state.keyframe != state.outer_step:
             self.log(f"notice   {broken} was damaged or gone: a keyframe is published")
@@ -2009,7 +2087,7 @@ class MasterOuterLoop:
         if there.size > 4 * self.parameters + (1 << 20) + 400 * len(self.shapes):
             raise ValueError(f"{there.size:,} bytes, more than this model can need")
         file = self.folder / there.path.replace("/", "_")
-        self.transport.fetch(there.path, self.version, file, there.tag)
+        self.transport.fetch(there.path, self.repository.version, file, there.tag)
         try:
             return Delta.open(file, self.shapes)
         finally:
@@ -2102,50 +2180,22 @@ class MasterOuterLoop:
         state.commits.append(state.published)
         state.committed += sum(v["size"] for path, v in state.files.items()
                                if path in files and not (state.bucket and IN_BUCKET.match(path)))
-        content = state.content()
-        self.commit({**files, STEP: content}, {*delete, *self.state.files.keys() - state.files},
-                    f"outer step {state.outer_step}")
-        self.state, self.content, self.history = state, content, segment
-        self.own = [*self.own, hashlib.sha256(content).hexdigest()][-8:]
+        content, delete = state.content(), {*delete, *self.state.files.keys() - state.files}
 
-    def commit(self, add: dict, delete: set, message: str):
-        """Make a commit on the head. One that may have been made is looked for before it is tried
-        again."""
         def made() -> bool:
             try:
-                self.version = self.transport.commit(add, sorted(delete), self.version, message)
+                self.repository.commit(content, files, delete, f"outer step {state.outer_step}")
                 return True
             except StorageFull:
                 if self.state.committed:        # else it was squashed: the space is free in hours
                     self.squash("its storage is full")
                 raise
-            except (Conflict, Unavailable) as e:
-                doubt = e
-            self.version, there = self.transport.read(STEP)
-            if there == add[STEP]:
-                return True
-            self.must_be_ours(there)
-            if isinstance(doubt, Unavailable):
-                raise doubt
-            # only deltas have come, or somebody has deleted one: once more, on the new head
-            delete.intersection_update(path for folder in ("nodes/", "global/") for path, _, _
-                                       in self.transport.list(folder, self.version))
-            return False
+            except Conflict:    # only deltas have come, or somebody has deleted one
+                delete.intersection_update(self.repository.there(""))
+                return False
         while not self.patiently(made):
             wait(0.2, self.stopped)
-
-    def must_be_ours(self, there):
-        """Raises what it means if the state there is not the newest of ours."""
-        if there == self.content or there is None:
-            return
-        if hashlib.sha256(there).hexdigest() in self.own[:-1]:          # a cache may lag behind
-            raise Unavailable("the repository answers with an older version")
-        try:
-            parse_state(there)
-        except Refused:
-            return              # damaged: ours replaces it
-        raise Superseded(f"another master has taken the repository over; "
-                         f"this one stops at outer step {self.state.outer_step}")
+        self.state, self.history = state, segment
 
     def squash(self, why: str):
         """Forget the repository's history: what was overwritten stops counting."""
@@ -2182,48 +2232,6 @@ class MasterOuterLoop:
         except Exception as e:      # numbers from nodes, a missing package: no page fails for it
             self.log(f"notice   no picture on the page: {type(e).__name__} {e}")
             return {}
-
-    # what is in the repository
-
-    def waiting(self) -> tuple:
-        """The deltas there, sorted, and at most a hundred paths that are no delta's name. Raises
-        Superseded if another master has published."""
-        def look():
-            version, tag = self.transport.head()
-            if not matches_hash(self.content, tag):
-                self.repair(version)
-            # a delta that comes to a bucket makes no version
-            if version != self.listed or self.state.bucket:
-                self.listing = self.transport.list("nodes/", version)
-                self.version = self.listed = version
-        self.patiently(look)
-        waiting, strange = [], []
-        for path, size, tag in self.listing:
-            match = DELTA.fullmatch(path)
-            if match and NODE_ID.fullmatch(match[1]):
-                waiting.append(Waiting(match[1], int(match[2]), path, size, tag))
-            else:
-                strange.append(path)
-        return sorted(waiting), strange[:100]
-
-    def repair(self, version):
-        """Publish the state again if it is gone or damaged."""
-        there = self.transport.read(STEP, version)[1]
-        self.must_be_ours(there)
-        if there != self.content:
-            self.log(f"notice   {STEP} was {'damaged' if there else 'gone'}: published again")
-            self.transport.commit({STEP: self.content}, (), version, "the state again")
-            raise Unavailable("the state was published again")
-
-    def damaged(self) -> str:
-        """A file of the global model that is not in the repository as it was published, or ""."""
-        there = {path: (size, tag)
-                 for path, size, tag in self.transport.list("global/", self.version)}
-        for path, file in self.state.files.items():
-            size, tag = there.get(path, (-1, ""))
-            if size != file["size"] or len(tag) == 64 and tag != file["sha256"]:
-                return path
-        return ""
 
     # the time of a round
 
@@ -3079,8 +3087,8 @@ class DumbDiLoCo:
         now = time.monotonic()
         if self.looking is None and now >= self.next_look and not (self.closing or self.failed):
             self.looking = self.job(self.look, (self.tag, self.state))
-            self.next_look = now + poll_interval(self.settings, self.transport, self.loop
-                                                 ) * random.uniform(0.8, 1.2)
+            pause = poll_interval(self.settings, self.transport, self.loop)
+            self.next_look = now + pause * random.uniform(0.8, 1.2)
 
     def tell(self, trainer):
         while self.errors:
