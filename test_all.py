@@ -3303,8 +3303,7 @@ def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, step
 
     def everyone(*nodes):
         for node in nodes:
-            node.train()
-            node.send()
+            node.send(1)
             node.node.take_results(node)
     for _ in range(2):
         everyone(a, b)
@@ -4400,8 +4399,7 @@ def test_codecs_at_the_edges(codec):
 def same_model(model, master):
     """Whether a LocalModel, or another master, stands at the master's weights and momentum."""
     weights = getattr(model, "G", None) or model.weights
-    return all(torch.equal(weights[k], master.weights[k])
-               and torch.equal(model.momentum[k], master.momentum[k]) for k in master.weights)
+    return same(weights, master.weights) and same(model.momentum, master.momentum)
 
 
 @pytest.mark.parametrize("codec", list(diloco.CODECS))
@@ -4416,8 +4414,7 @@ def test_following_the_updates_is_bit_identical_to_loading_the_model(tmp_path, c
     hub.fetch = lambda path, *args: (fetched.append(path), real(path, *args))
     for i in range(12):
         for node in (a, b)[:1 + (i % 4 > 0)]:
-            node.train(size=0.1)
-            node.send()
+            node.send(1, size=0.1)
         master.sync_once()
         a.see()
         if i % 3 == 2:
@@ -4942,12 +4939,8 @@ def test_bytes_of_a_round_are_counted_at_the_hub(hub, remote, monkeypatch):
 def test_a_squash_is_survived(hub, remote):
     master = make_master(remote, squash_gb=1e-6)        # a kilobyte: after each round
     a = Node(remote)
-    a.train()
-    a.send()
-    assert master.sync_once() == 1 and len(hub.repos[remote.repo]) == 1
-    a.see()
-    a.train()
-    a.send()
+    assert exchange(master, a) == 1 and len(hub.repos[remote.repo]) == 1
+    a.send(1)
     version = remote.head()[0]
     remote.squash()
     with pytest.raises(FileNotFoundError):
@@ -4967,8 +4960,7 @@ def test_a_full_storage_is_squashed_and_waited_for(folder, monkeypatch):
         if len(tries) < 4:
             raise diloco.StorageFull("403 storage limit reached")
         return real(*args)
-    a.train()
-    a.send()
+    a.send(1)
     folder.squash, folder.commit = lambda: squashes.append(1), full
     assert master.sync_once() == 1 and len(squashes) == 1 and len(tries) == 4
     assert any("storage is full" in line for line in master.lines)
@@ -5320,8 +5312,7 @@ def test_a_worker_makes_no_commit_and_the_budget_is_the_masters(store):
     master = make_master(Split(store, is_master=True))
     nodes, commits = [Node(Split(store), f"n{i}") for i in range(3)], len(store.commits)
     for node in nodes:
-        node.train()
-        node.send()
+        node.send(1)
     assert len(store.commits) == commits and len(store.objects) == 3 + 1
     assert master.transport.limited and not nodes[0].node.transport.limited
     assert master.sync_once() == 1 and len(store.commits) == commits + 1
@@ -5339,8 +5330,7 @@ def test_a_damaged_object_is_not_taken(store, spoil):
 
     def round_of():
         for node in (a, b):
-            node.train()
-            node.send()
+            node.send(1)
             node.node.take_results(node)
         return master.sync_once()
     round_of()
@@ -5357,21 +5347,13 @@ def test_a_damaged_object_is_not_taken(store, spoil):
         store.spoil = None
         a.see()
         assert a.node.state.outer_step == 2
-        assert all(torch.equal(v, master.weights[k]) for k, v in a.node.local.G.items())
+        assert same(a.node.local.G, master.weights)
 
 
 def test_a_bucket_that_is_deleted_is_made_again_by_the_master(store):
     master, a = make_master(Split(store, is_master=True), keyframe_every=9), Node(Split(store))
-
-    def round_of():
-        a.train()
-        a.send()
-        outer_step = master.sync_once()
-        a.see()
-        return outer_step
-    round_of()
-    a.train()
-    a.send()
+    exchange(master, a)
+    a.send(1)
     a.node.take_results(a)
     store.objects = None
     for _ in range(diloco.DENIALS):         # a worker waits for it, but not for ever
@@ -5381,12 +5363,10 @@ def test_a_bucket_that_is_deleted_is_made_again_by_the_master(store):
         a.node.transport.list("nodes/a/")
     a.node.transport.denied = 0
     assert master.sync_once() == 1
-    assert round_of() == 2 == master.state.keyframe, "its files were gone: a keyframe"
-    entry = master.state.nodes["a"]
-    assert (entry.steps, entry.lost) == (2, 1)
-    assert round_of() == 3 and (entry := master.state.nodes["a"]).steps == a.step and not entry.lost
-    late = Node(Split(store), "late")
-    assert all(torch.equal(v, master.weights[k]) for k, v in late.node.local.G.items())
+    assert exchange(master, a) == 2 == master.state.keyframe, "its files were gone: a keyframe"
+    assert counts(master) == (3, 2, 1)
+    assert exchange(master, a) == 3 and counts(master) == (4, 4, 0)
+    assert same(Node(Split(store), "late").node.local.G, master.weights)
 
 
 def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, capsys):
@@ -5399,8 +5379,7 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
         out = capsys.readouterr().out
         assert out.startswith(f"notice   no bucket me/none{i}-swarm (") and reason in out
         master, a = make_master(transport), Node(diloco.open_hub(f"me/none{i}"))
-        a.train()
-        a.send()
+        a.send(1)
         assert master.sync_once() == 1 and master.state.bucket == ""
     # a running swarm keeps its bucket: who cannot use it is told, and not taken for one without
     state = copy.deepcopy(master.state)
