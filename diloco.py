@@ -905,11 +905,11 @@ class HubTransport:
             found = re.search(r"\b(401|403|404(?= Not Found))\b", words)
             status = int(found[0]) if found else 0
         told = f"{self.repo}: {status or type(e).__name__} {words}"
-        if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
-            return FileNotFoundError(told)
         if getattr(response, "history", None) and self.has_moved():
             return Unavailable(f"the repository is {self.repo} now: start with "
                                f"--hub={self.repo} next time")
+        if isinstance(e, (errors.RevisionNotFoundError, errors.RemoteEntryNotFoundError)):
+            return FileNotFoundError(told)
         at_bucket = response is None or "/buckets/" in str(response.url)
         if self.bucket and status == 404 and at_bucket:
             return self.bucket_gone()
