@@ -2019,22 +2019,17 @@ class MasterOuterLoop:
         self.first_seen = None          # when the first delta of the coming round was seen
         self.page_made = -math.inf      # when the page was published
         self.recent, self.told = deque(maxlen=5), set()     # rounds; topics of advice given
-        for pause in (1.0, 2.0, 4.0, 8.0):
+        for pause in (1.0, 2.0, 4.0, 8.0, None):
             try:
                 return self.take_over(weights, published or {})
             # a commit came between, of a master that has died, or that will stop when it sees ours;
             # or a file is damaged
             except (Superseded, Unavailable) as e:
+                if pause is None:
+                    raise Refused(f"{e.args[0]}; a file that is gone or damaged can be put back "
+                                  f"from the repository's history or from a machine that trains")
                 self.tell(e.args[0], pause)
                 wait(pause, self.stopped)
-        try:
-            self.take_over(weights, published or {})
-        except Unavailable as e:
-            raise Refused(f"{e.args[0]}; put the file back from the repository's history or from a "
-                          f"machine that trains") from e
-
-    def waiting(self) -> tuple:
-        return self.patiently(self.repository.waiting)
 
     def stopped(self) -> bool:
         return self.stop
@@ -2044,6 +2039,9 @@ class MasterOuterLoop:
 
     def patiently(self, work):
         return retry(work, self.tell, self.stopped)
+
+    def waiting(self) -> tuple:
+        return self.patiently(self.repository.waiting)
 
     # the start
 
