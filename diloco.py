@@ -1623,7 +1623,7 @@ def book(state: SwarmState, delta: Delta, norm: float):
     entry.gaps = entry.gaps if same else []
     if gap > 0:     # what was sent in between did not come, or was bad; the node may send it again
         entry.gaps = [*entry.gaps[-19:], [before, before + gap]]
-    entry.lost += delta.local_step - before         # until this delta is found good
+    entry.lost += max(0, delta.local_step - before)     # until this delta is found good
     earlier = entry.loss
     note_delta(entry, delta)
     if gap < 0:
@@ -1931,22 +1931,17 @@ class MasterOuterLoop:
         self.first_seen = None          # when the first delta of the coming round was seen
         self.page_made = -math.inf      # when the page was published
         self.recent, self.told = deque(maxlen=5), set()     # rounds; topics of advice given
-        for pause in (1.0, 2.0, 4.0, 8.0):
+        for pause in (1.0, 2.0, 4.0, 8.0, None):
             try:
                 return self.take_over(weights, published or {})
             # a commit came between, of a master that has died, or that will stop when it sees ours;
             # or a file is damaged
             except (Superseded, Unavailable) as e:
+                if pause is None:
+                    raise Refused(f"{e.args[0]}; a file that is gone or damaged can be put back "
+                                  f"from the repository's history or from a machine that trains")
                 self.tell(e.args[0], pause)
                 wait(pause, self.stopped)
-        try:
-            self.take_over(weights, published or {})
-        except Unavailable as e:
-            raise Refused(f"{e.args[0]}; put the file back from the repository's history or from a "
-                          f"machine that trains") from e
-
-    def waiting(self) -> tuple:
-        return self.patiently(self.repository.waiting)
 
     def stopped(self) -> bool:
         return self.stop
@@ -1956,6 +1951,9 @@ class MasterOuterLoop:
 
     def patiently(self, work):
         return retry(work, self.tell, self.stopped)
+
+    def waiting(self) -> tuple:
+        return self.patiently(self.repository.waiting)
 
     # the start
 
@@ -2459,12 +2457,16 @@ class LocalModel:
         self.shapes = shapes_of(self.tensors)
         self.G, self.momentum, self.in_flight, self.ahead = {}, {}, [], 0.0
 
+    def expected(self, name: str, rows, in_flight: list, ahead: float):
+        """G - in flight - ahead * momentum"""
+        value = self.G[name][rows].clone()
+        for delta in in_flight:
+            value.sub_(delta.piece(name, rows))
+        return value.sub_(self.momentum[name][rows] * ahead) if ahead else value
+
     def baseline(self, name: str, rows):
         """What the swarm will know of this node once its deltas in flight are merged."""
-        value = self.G[name][rows].clone()
-        for delta in self.in_flight:
-            value.sub_(delta.piece(name, rows))
-        return value.sub_(self.momentum[name][rows] * self.ahead) if self.ahead else value
+        return self.expected(name, rows, self.in_flight, self.ahead)
 
     def remainder(self, name: str, rows):
         weight = self.tensors[name].detach()[rows].to("cpu", torch.float32)
@@ -2524,26 +2526,24 @@ class LocalModel:
         stay: the share of the prediction error that the weights do not follow. forget: the node
         starts again from the new model, without its local work.
         """
-        flight, ahead_before = self.in_flight, self.ahead
-        pending = [d for d in flight if fates[d.local_step] == "pending" and not forget]
-        missed = [d for d in flight if fates[d.local_step] == "missed"]
-        refused = [d for d in flight if fates[d.local_step] == "refused"]
+        by_fate = {fate: [] for fate in ("merged", "missed", "refused", "pending")}
+        for delta in self.in_flight:
+            by_fate[fates[delta.local_step]].append(delta)
+        missed, pending = by_fate["missed"], [] if forget else by_fate["pending"]
+        ahead = ahead if pending else 0.0
         for name, rows in pieces(self.shapes):
-            self.in_flight, self.ahead = flight, ahead_before
             before, remainder = self.baseline(name, rows), self.remainder(name, rows)
             for delta in missed:
                 remainder.add_(delta.piece(name, rows))
-            for delta in missed + refused:      # the global model will never contain it
+            for delta in missed + by_fate["refused"]:   # no global model will ever contain it
                 before.add_(delta.piece(name, rows))
             arrival.advance(name, rows, self.G[name][rows], self.momentum[name][rows])
-            self.in_flight, self.ahead = pending, 0.0
-            after = self.baseline(name, rows)
             if stay:
-                remainder.add_((after - before).mul_(stay))
-            if pending:
-                after.sub_(self.momentum[name][rows] * ahead)
-            self.tensors[name][rows].copy_(after if forget else after.sub_(remainder))
-        self.in_flight, self.ahead = pending, ahead if pending else 0.0
+                error = self.expected(name, rows, pending, 0.0) - before
+                remainder.add_(error.mul_(stay))
+            weight = self.expected(name, rows, pending, ahead)
+            self.tensors[name][rows].copy_(weight if forget else weight.sub_(remainder))
+        self.in_flight, self.ahead = pending, ahead
 
 
 @dataclass
