@@ -159,8 +159,8 @@ def write_line(line: str):
 
 BLOCK = 64
 PIECE = 1 << 22         # numbers of a piece, 16 MB in fp32
-CODECS = {"fp32": torch.float32, "bf16": torch.bfloat16,
-          "int8": (8, 127), "int4": (4, 7), "int2": (2, 1.5)}    # (bits of a code, middle)
+CODECS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": 8, "int4": 4, "int2": 2}
+MIDDLE = {8: 127, 4: 7, 2: 1.5}     # by the bits of a code
 
 
 def return_freed_memory():
@@ -195,20 +195,18 @@ def blocks_of(shape, rows):
     return slice(rows.start * row // BLOCK, math.ceil(rows.stop * row / BLOCK))
 
 
-def form(shape, codec: str):
-    """How a tensor of this shape is stored: a dtype, or (bits, middle)."""
-    return CODECS[codec] if len(shape) > 1 and math.prod(shape) >= BLOCK else torch.float32
-
-
 def stored_shapes(shapes: dict, codec: str) -> dict:
     """{name: (dtype, shape)} of the tensors in a file that holds tensors of these shapes."""
-    stored = {}
+    stored, form = {}, CODECS[codec]
     for name, shape in shapes.items():
-        kind, blocks = form(shape, codec), math.ceil(math.prod(shape) / BLOCK)
-        if isinstance(kind, torch.dtype):
-            stored[name] = kind, tuple(shape)
+        numbers = math.prod(shape)
+        if len(shape) < 2 or numbers < BLOCK:
+            stored[name] = torch.float32, tuple(shape)
+        elif isinstance(form, torch.dtype):
+            stored[name] = form, tuple(shape)
         else:
-            stored[name] = torch.uint8, (blocks, BLOCK * kind[0] // 8)
+            blocks = math.ceil(numbers / BLOCK)
+            stored[name] = torch.uint8, (blocks, BLOCK * form // 8)
             stored["scale:" + name] = torch.bfloat16, (blocks, 1)
     return stored
 
@@ -218,13 +216,18 @@ def empty_stored(shapes: dict, codec: str) -> dict:
             for k, (dtype, shape) in stored_shapes(shapes, codec).items()}
 
 
-def encode_piece(stored: dict, name: str, rows, values, codec: str, shape):
+def bits_of(stored: dict, name: str) -> int:
+    """Bits of a code; 0 for a tensor that is stored without codes."""
+    return stored[name].shape[1] * 8 // BLOCK if "scale:" + name in stored else 0
+
+
+def encode_piece(stored: dict, name: str, rows, values, shape):
     """Write the piece `values` of a tensor of this shape into `stored`."""
-    kind = form(shape, codec)
-    if isinstance(kind, torch.dtype):
-        stored[name][rows] = values.to(kind)
+    bits = bits_of(stored, name)
+    if not bits:
+        stored[name][rows] = values.to(stored[name].dtype)
         return
-    bits, middle = kind
+    middle = MIDDLE[bits]
     blocks = F.pad(values.float().flatten(), (0, -values.numel() % BLOCK)).view(-1, BLOCK)
     if bits == 2:       # four levels reach furthest when a step is the block's standard deviation
         scale = torch.linalg.vector_norm(blocks, dim=1, keepdim=True) / BLOCK ** 0.5
@@ -240,42 +243,41 @@ def encode_piece(stored: dict, name: str, rows, values, codec: str, shape):
     stored[name][where], stored["scale:" + name][where] = packed, scale
 
 
-def decode_piece(stored: dict, name: str, rows, codec: str, shape):
+def decode_piece(stored: dict, name: str, rows, shape):
     """What every reader makes of a stored piece: fp32, the same on each machine."""
-    kind = form(shape, codec)
-    if isinstance(kind, torch.dtype):
+    bits = bits_of(stored, name)
+    if not bits:
         return stored[name][rows].to(torch.float32, copy=True)
-    bits, middle = kind
     where = blocks_of(shape, rows)
     codes = stored[name][where]
     blocks = torch.empty(len(codes), BLOCK)
     for i in range(8 // bits):
         blocks[:, i::8 // bits] = (codes >> (i * bits)) & (2 ** bits - 1)
-    blocks.sub_(middle).mul_(stored["scale:" + name][where])
+    blocks.sub_(MIDDLE[bits]).mul_(stored["scale:" + name][where])
     shape = shape if rows is ... else (rows.stop - rows.start, *shape[1:])
     return blocks.flatten()[:math.prod(shape)].view(shape)
 
 
 def encode(tensors: dict, codec: str) -> dict:
-    """What is stored of whole tensors."""
+    """Whole tensors in the codec's form."""
     shapes = shapes_of(tensors)
     stored = empty_stored(shapes, codec)
     for name, rows in pieces(shapes):
-        encode_piece(stored, name, rows, tensors[name][rows], codec, shapes[name])
+        encode_piece(stored, name, rows, tensors[name][rows], shapes[name])
     return stored
 
 
-def decode(stored: dict, shapes: dict, codec: str) -> dict:
-    """The tensors of what is stored."""
-    return {name: decode_piece(stored, name, ..., codec, shape) for name, shape in shapes.items()}
+def decode(stored: dict, shapes: dict) -> dict:
+    """Whole tensors in fp32."""
+    return {name: decode_piece(stored, name, ..., shape) for name, shape in shapes.items()}
 
 
-def norm_of(stored: dict, shapes: dict, codec: str) -> float:
+def norm_of(stored: dict, shapes: dict) -> float:
     """Euclidean norm of what is stored, to six digits: the last bits may differ by machine. Not
     finite if a number is not, or if they are too large to be squared."""
     total = 0.0
     for name, rows in pieces(shapes):
-        values = decode_piece(stored, name, rows, codec, shapes[name])
+        values = decode_piece(stored, name, rows, shapes[name])
         total += torch.linalg.vector_norm(values).item() ** 2
     return float(f"{math.sqrt(total):.6g}")
 
@@ -1208,7 +1210,7 @@ class Delta:
 
     def piece(self, name: str, rows):
         """A decoded piece of it."""
-        return decode_piece(self.stored, name, rows, self.codec, self.shapes[name])
+        return decode_piece(self.stored, name, rows, self.shapes[name])
 
 
 class Published(TypedDict):
@@ -1319,13 +1321,13 @@ class Update:
                 and update.outer_lr > 0):
             raise ValueError(f"f={update.f}, mu={update.mu}, outer_lr={update.outer_lr} are not "
                              f"those of an outer step")
-        if not norm_of(stored, shapes, update.codec) < math.inf:
+        if not norm_of(stored, shapes) < math.inf:
             raise ValueError("it holds numbers that are not finite")
         return update
 
     def piece(self, name: str, rows):
         """A decoded piece of u."""
-        return decode_piece(self.stored, name, rows, self.codec, self.shapes[name])
+        return decode_piece(self.stored, name, rows, self.shapes[name])
 
 
 def outer_momentum(settings: dict, outer_step: int) -> float:
@@ -2065,7 +2067,7 @@ class MasterOuterLoop:
             try:
                 delta = job.result()
                 check_delta(state, self.settings, delta, there)
-                norm = norm_of(delta.stored, self.shapes, delta.codec)
+                norm = norm_of(delta.stored, self.shapes)
                 book(state, delta, norm)
                 deltas.append(delta)
                 norms.append(norm)
@@ -2114,13 +2116,13 @@ class MasterOuterLoop:
                 u = g / len(contributors)
             else:
                 u = nesterov(g / num_nodes, buf, update)
-            encode_piece(update.stored, name, rows, u, update.codec, self.shapes[name])
+            encode_piece(update.stored, name, rows, u, self.shapes[name])
             fold(update, name, rows, weight, buf)
         path, file = UPDATE.format(state.outer_step), self.folder / "update"
         header = {k: str(getattr(update, k)) for k in ("f", "mu", "decay", "outer_lr", "keyframe",
                                                        "codec")}
         state.files[path] = self.write(file, update.stored, header)
-        line["norm"] = norm_of(update.stored, self.shapes, update.codec)
+        line["norm"] = norm_of(update.stored, self.shapes)
         update.stored = None                    # its memory, before that of a keyframe
         note_round(state, deltas, line)
         if state.outer_step % self.settings["keyframe_every"] == 0:
@@ -2501,7 +2503,7 @@ class LocalModel:
             value = self.remainder(name, rows)
             if not value.isfinite().all():
                 return None
-            encode_piece(stored, name, rows, value, codec, self.shapes[name])
+            encode_piece(stored, name, rows, value, self.shapes[name])
         return stored
 
     @torch.no_grad()

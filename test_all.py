@@ -4058,9 +4058,9 @@ def test_pieces_of_a_tensor_are_coded_like_the_whole(monkeypatch):
         cut = diloco.encode(tensors, codec)
         assert len(list(diloco.pieces(shapes))) > 20
         assert all(torch.equal(cut[k], v) for k, v in whole.items())
-        wanted = diloco.decode(whole, shapes, codec)
+        wanted = diloco.decode(whole, shapes)
         for name, rows in diloco.pieces(shapes):
-            piece = diloco.decode_piece(whole, name, rows, codec, shapes[name])
+            piece = diloco.decode_piece(whole, name, rows, shapes[name])
             assert torch.equal(piece, wanted[name][rows])
         monkeypatch.undo()
 
@@ -4369,7 +4369,7 @@ def test_codecs_are_small_and_exact_to_read(tmp_path, codec, most, near):
     file = tmp_path / "x"
     assert diloco.save(stored, file, {"codec": codec})["size"] / count <= most and count > 9e6
     _, mapped = diloco.open_coded(file, shapes)     # it has the tensors that a reader expects
-    read, again = diloco.decode(mapped, shapes, codec), diloco.decode(stored, shapes, codec)
+    read, again = diloco.decode(mapped, shapes), diloco.decode(stored, shapes)
     assert all(torch.equal(read[k], again[k]) for k in delta)
     assert all(torch.equal(read[k], v) for k, v in delta.items() if v.dim() < 2)
     wrong = sum(float((read[k] - v).pow(2).sum()) for k, v in delta.items())
@@ -4388,7 +4388,7 @@ def test_codecs_at_the_edges(codec):
     total = {k: torch.zeros_like(v) for k, v in tensors.items()}
     for _ in range(50):         # the same tensors again and again, with error feedback
         wanted = {k: kept[k] + tensors[k] for k in tensors}
-        said = diloco.decode(diloco.encode(wanted, codec), shapes, codec)
+        said = diloco.decode(diloco.encode(wanted, codec), shapes)
         kept = {k: wanted[k] - said[k] for k in tensors}
         total = {k: total[k] + said[k] for k in tensors}
     for k, v in tensors.items():
