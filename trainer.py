@@ -16,7 +16,6 @@ import codecs
 import contextlib
 import ctypes
 import functools
-import glob
 import gzip
 import hashlib
 import inspect
@@ -36,6 +35,7 @@ import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -128,16 +128,43 @@ def permute(i: int, n: int, key: int) -> int:
             return i
 
 
-class Tokens:
-    """Token files end to end as one array. No file stays open or in memory."""
-    paths = ()              # the user's files
-    digest = ""             # hash of their names and sizes
-    summary = ""            # what they hold, for the data line
-    bytes_per_token = None  # None = not known
+class Part(NamedTuple):
+    """Tokens in a file."""
+    path: str
+    dtype: str      # numpy's name of it
+    offset: int     # bytes before the first token
+    count: int
 
-    def __init__(self, parts):
-        self.parts = [p for p in parts if p[3]]         # (path, dtype, byte offset, tokens)
-        self.starts = [0, *itertools.accumulate(p[3] for p in self.parts)]
+
+class Tokens:
+    """Token files end to end as one array. No file stays open or in memory.
+
+    files: {name: path} of the user's, for the hash `digest` and the list `paths`; documents: how
+    many are known to be in them; size: bytes of text behind the tokens, 0 = not known.
+    """
+
+    def __init__(self, parts: list[Part], files={}, documents=0, size=0):
+        self.parts = [part for part in parts if part.count]
+        self.starts = [0, *itertools.accumulate(part.count for part in self.parts)]
+        self.paths = list(files.values())
+        sizes = [(name, os.path.getsize(f)) for name, f in files.items()]
+        self.digest = f"{hash64(sizes):016x}"
+        self.bytes_per_token = size / max(1, len(self)) or None
+        self.documents, self.size = documents, size
+
+    @property
+    def summary(self) -> str:
+        """What the files hold, for the data line."""
+        kinds = sorted(map(kind_of, self.paths))
+        counts = [f"{kinds.count(kind):,} {kind}" for kind in dict.fromkeys(kinds)]
+        parts = [f"files: {', '.join(counts)}"]
+        if self.documents:
+            parts.append(f"documents: {self.documents:,}")
+        if self.size == len(self):      # a byte is a token
+            return " | ".join([*parts, f"bytes: {self.size:,}"])
+        if self.size:
+            parts.append(f"bytes: {self.size:,}, {self.bytes_per_token:.2f} per token")
+        return " | ".join([*parts, f"tokens: {len(self):,}"])
 
     def __len__(self):
         return self.starts[-1]
@@ -159,7 +186,7 @@ class Tokens:
 
 class Synthetic:
     """Endless arithmetic sequences of 64 tokens. Start and stride of each are random, so only the
-    context predicts the next token."""
+    context predicts the next token. It has what Tokens has."""
     paths, digest, summary, bytes_per_token = (), "synthetic", "endless", None
 
     def __init__(self, vocab_size):
@@ -194,7 +221,7 @@ class Windows(Dataset):
         self.bytes_per_token = source.bytes_per_token
         self.windows = (self.tokens - 1) // self.block_size
         self.fingerprint = {"tokens": len(source), "first": span.start, "windows": self.windows,
-                            "digest": source.digest}
+                            "files": source.digest}
         if self.windows < 1:
             key = "val_path" if count and config["data"]["val_path"] else "path"
             raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} "
@@ -229,21 +256,21 @@ def data_change(before: dict, now: dict) -> str:
     one of them is empty."""
     if not before or not now or before == now:
         return ""
-    if before["tokens"] != now["tokens"]:
-        verb = "grown" if before["tokens"] < now["tokens"] else "shrunk"
-        what = f"the data has {verb} from {before['tokens']:,} to {now['tokens']:,} tokens"
-    elif before["digest"] != now["digest"]:
-        what = "the data is in other files than before"
-    else:
-        what = f"the data is cut into {now['windows']:,} windows, not {before['windows']:,}"
-    return f"{what}: the order of the windows is a new one from here on"
+    changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items()
+                        if before.get(key) != value)
+    return f"the data has changed ({changed}): the order of the windows is a new one from here on"
 
 # ---- files: what data.path names, and the text in them
 
 BLOCK = 1 << 20     # bytes that are read at a time
-KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-         ".csv": "csv", ".tsv": "csv", ".bin": "token", ".npy": "token"}    # all others: text
-ORDER = ("parquet", "jsonl", "csv", "text", "packed", "token")    # which kind counts in a repo
+# What a file holds, by its name; all others hold text. A dataset repo may have the same rows in
+# several kinds of files: the first kind of these counts.
+KINDS = {"parquet": r"\.parquet$", "jsonl": r"\.(jsonl|ndjson|json)(\.gz)?$",
+         "csv": r"\.(csv|tsv)(\.gz)?$", "text": r"\.txt(\.gz)?$", "token": r"\.(bin|npy)$"}
+# What lies beside the data in such a repo, and what it calls its splits.
+NOT_DATA = re.compile(r"(^|/)(\.|(readme|license|dataset_infos?|dataset_dict)\b)", re.I)
+SPLITS = {"train": "train", "training": "train", "validation": "validation", "test": "test",
+          "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
 WANTED = ("wanted are texts in UTF-8, .jsonl or .parquet, or tokens in .bin or .npy "
           "(a glob such as folder/*.txt leaves the rest out)")
 # First bytes that give a refusal its name. All else is refused for a zero byte or bad UTF-8.
@@ -254,25 +281,18 @@ MAGIC = {
     rb"\x89PNG|\xff\xd8\xff": "an image", rb"%PDF-": "a PDF",
     rb"\x80[\x02-\x05]": "a Python pickle", rb".{4}\0{4}\{": "a file of model weights",
 }
-# A dataset repo: what its data is called, what lies beside it, and how it names its splits.
-DATA_FILE = re.compile(r"\.(parquet|(jsonl|ndjson|json|csv|tsv|txt)(\.gz)?|npy|bin)$", re.I)
-NOT_DATA = re.compile(r"(^|/)(\.|(readme|license|dataset_infos?|dataset_dict)\b)", re.I)
-SPLITS = {"train": "train", "training": "train", "validation": "validation", "test": "test",
-          "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
 
 
-def kind_of(path: str) -> str:
-    """parquet, jsonl, csv, token, text or packed (text in a .gz), by the name."""
-    name = path.lower()
-    kind = KINDS.get(os.path.splitext(name.removesuffix(".gz"))[1], "text")
-    return "packed" if name.endswith(".gz") and kind not in ("jsonl", "csv") else kind
+def kind_of(path: str, otherwise="text") -> str:
+    """parquet, jsonl, csv, text or token, by the name."""
+    return next((kind for kind, name in KINDS.items() if re.search(name, path, re.I)), otherwise)
 
 
-def walk(folder: str, seen: set):
-    """Yield every file below a folder, but no hidden file and no Python cache. Links are followed.
-    Each real folder is read once, so that loops end."""
+def walk(folder: str, depth: float, seen: set):
+    """Yield every file at most `depth` levels below a folder, but no hidden file and no Python
+    cache. Links are followed. Each real folder is read once, so that loops end."""
     real = os.path.realpath(folder)
-    if real in seen:
+    if real in seen or not depth:
         return
     seen.add(real)
     for name in sorted(os.listdir(folder)):
@@ -280,37 +300,28 @@ def walk(folder: str, seen: set):
         if name.startswith(".") or name == "__pycache__":
             continue
         if os.path.isdir(path):
-            yield from walk(path, seen)
+            yield from walk(path, depth - 1, seen)
         else:
             yield path
-
-
-def match(path: str) -> tuple[str, list[str]]:
-    """(folder, files in it) of a glob. The folder is the longest one that exists as written, so
-    "texts [v2]/*.txt" works."""
-    from fsspec.utils import glob_translate     # comes with torch
-    root = Path(path)
-    while not root.is_dir():
-        root = root.parent
-    pattern = Path(path).relative_to(root).as_posix()
-    if "**" not in pattern.split("/"):
-        return str(root), glob.glob(os.path.join(glob.escape(str(root)), pattern))
-    # keep: not glob's own **, which never ends where two links lead up
-    wanted = re.compile(glob_translate(pattern))
-    return str(root), [f for f in walk(str(root), set())
-                       if wanted.match(Path(f).relative_to(root).as_posix())]
 
 
 def find_local(path: str, own: list[str]) -> dict[str, str]:
     """{name: path} for a file, a folder or a glob, without the folders `own`. They hold what the
     run itself writes, so they count only if `path` leads into them."""
-    path = os.path.expanduser(path)
-    if os.path.isfile(path):
-        root, found = os.path.dirname(path), [path]
-    elif os.path.isdir(path):
-        root, found = path, walk(path, set())
+    from fsspec.utils import glob_translate     # comes with torch
+    path = Path(os.path.expanduser(path))
+    # the longest part that exists as written, so "texts [v2]/*.txt" works
+    root = next(p for p in (path, *path.parents) if p.is_dir())
+    pattern = path.relative_to(root).as_posix()
+    if path.is_file():
+        found = [str(path)]
+    elif path == root:
+        found = walk(str(root), math.inf, set())
     else:
-        root, found = match(path)
+        depth = math.inf if "**" in pattern else pattern.count("/") + 1
+        wanted = re.compile(glob_translate(pattern))
+        found = [f for f in walk(str(root), depth, set())
+                 if wanted.match(Path(f).relative_to(root).as_posix())]
     top = Path(os.path.realpath(root))
     own = {Path(os.path.realpath(f)) for f in own} - {top, *top.parents}
     once = {}       # by real path: a link to a file that is there anyway adds nothing
@@ -318,7 +329,7 @@ def find_local(path: str, own: list[str]) -> dict[str, str]:
         real = os.path.realpath(f)
         if not own.intersection(Path(real).parents):
             once.setdefault(real, f)
-    files = {Path(os.path.relpath(f, root or ".")).as_posix(): f for f in once.values()}
+    files = {Path(os.path.relpath(f, root)).as_posix(): f for f in once.values()}
     return dict(sorted(files.items()))
 
 
@@ -331,15 +342,14 @@ def split_of(name: str) -> str:
 def choose(names: list[str], wanted: tuple) -> list[str]:
     """The data files of a dataset repo, of the first split in `wanted` that it has.
     Raises ValueError if it has only others, or has this one in several folders."""
-    found = [name for name in names if DATA_FILE.search(name) and not NOT_DATA.search(name)]
+    found = [name for name in names if kind_of(name, "") and not NOT_DATA.search(name)]
     splits = {split_of(name) for name in found} - {""}
     split = next((s for s in wanted if s in splits), "")
     if splits and not split:
         raise ValueError(f"there is no {wanted[0]} split, only {', '.join(sorted(splits))}: "
                          f"add the file you want to the path")
     found = [name for name in found if split_of(name) == split]
-    # The same rows may be there in several kinds of files: only one is read.
-    kind = min(map(kind_of, found), key=ORDER.index, default="")
+    kind = min(map(kind_of, found), key=list(KINDS).index, default="")
     found = [name for name in found if kind_of(name) == kind]
     folders = sorted({os.path.dirname(name) for name in found})
     if split and len(folders) > 1:      # such as en/train.jsonl and de/train.jsonl
@@ -390,7 +400,7 @@ def find_files(config: dict, key: str) -> dict[str, str]:
         files = find_on_hub(path, key)
     else:
         own = [run["output_dir"], run.get("export"), config["distributed"].get("hub")]
-        files = find_local(path, [f.removeprefix("file://") for f in own if f])
+        files = find_local(path, [f.removeprefix("file://") for f in own if f]) if path else {}
     if not files:
         raise FileNotFoundError(f"data.{key}={path}: nothing there; "
                                 f"give a file, a folder, a glob, stdlib or synthetic")
@@ -466,11 +476,11 @@ def row_text(row: dict, column: str) -> str:
 def documents(path: str, column: str):
     """Yield (text, whether a document ends with it) for a file. A row is a document, a file of
     plain text is one, in blocks. Raises ValueError, with the place, for what is not text."""
-    kind, place, problem = kind_of(path), path, ""
+    kind, place = kind_of(path), path
     try:
         if kind == "csv":
             raise ValueError('convert it to .jsonl, one {"text": ...} a line')
-        if kind in ("text", "packed"):
+        if kind == "text":
             yield from ((text, False) for text in read_text(path))
             yield "", True
             return
@@ -481,15 +491,12 @@ def documents(path: str, column: str):
                 yield text, True
             place = f"{path}, row {number:,}"   # what fails next is there
     except Exception as e:      # a damaged file has many ways to fail
-        problem = one_line(e)[:300]
-    # keep: outside of except. With an OSError as its context it would count as a failed write
-    if problem:
-        raise ValueError(f"{place}: {problem}")
+        raise ValueError(f"{place}: {one_line(e)[:300]}") from e
 
 
-def token_file(path: str, vocab_size: int = 0) -> tuple:
-    """(path, dtype, byte offset, tokens) of a .npy row of integers, or a .bin of nanoGPT (uint16)
-    or llm.c (with its header). Raises ValueError."""
+def token_file(path: str, vocab_size: int = 0) -> Part:
+    """The tokens in a .npy row of integers, or in a .bin of nanoGPT (uint16) or llm.c (with its
+    header). Raises ValueError."""
     if path.lower().endswith(".npy"):
         try:
             array = np.load(path, mmap_mode="r")
@@ -497,7 +504,7 @@ def token_file(path: str, vocab_size: int = 0) -> tuple:
             raise ValueError(f"{path} is no .npy file, or cut off: {one_line(e)}") from None
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{path} must hold one row of integers")
-        return path, array.dtype.str, array.offset, len(array)
+        return Part(path, array.dtype.str, array.offset, len(array))
     size = os.path.getsize(path)
     header = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0]       # llm.c's, if it has one
     if header[0] == 0x04034B50:
@@ -510,13 +517,13 @@ def token_file(path: str, vocab_size: int = 0) -> tuple:
     if not offset and vocab_size > 1 << 16:
         raise ValueError(f"{path} has no header, so its tokens are uint16, but model.vocab_size="
                          f"{vocab_size} is above 65,536: write a .npy, or llm.c's header")
-    return path, dtype, offset, count
+    return Part(path, dtype, offset, count)
 
 # ---- tokens: text becomes numbers
 
 PIECE = 1 << 16     # characters of a long text that are tokenized as one,
 BATCH = 1 << 20     # and together, in parallel: 200 MiB, 400 of Chinese
-HEADER = 128        # bytes that numpy puts before a row of numbers
+LEAD = "\x01"       # stands before a piece from inside a text; no token joins it with text
 BREAK = b"\n\n"     # between documents, for a model of bytes
 SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # and for one of tokens
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -547,10 +554,11 @@ def read_tokenizer(name: str) -> dict[str, bytes]:
 class Text:
     """Text as token ids and back: by data.tokenizer, or as bytes if it is "".
     Raises ValueError or OSError, in one line, for a tokenizer that cannot be used."""
-    tokenizer, size, eos = None, 256, None  # of the package tokenizers; largest id + 1; end of text
 
     def __init__(self, config: dict):
-        self.files, self.special = {}, {}   # its files, and {"eos_token": "</s>"} and the like
+        self.tokenizer, self.files = None, {}   # of the package tokenizers; {name: content}
+        self.size, self.eos = 256, None         # largest id + 1; the id that ends a text
+        self.special = {}                       # {"eos_token": "</s>"} and the like
         if name := config["data"]["tokenizer"]:
             self.files = read_tokenizer(name)
             try:
@@ -596,30 +604,26 @@ def cut(text: str) -> int:
     the last space (if there is none, line end) that follows a letter or sign. No usual tokenizer
     has a token across such a place. Some have one across the end of a line: blank lines, CRLF."""
     for mark in (" ", "\n"):
-        at = text.rfind(mark)
         # also not behind what may be a special token: some put a space behind those
-        while at > 0 and (text[at - 1].isspace() or text[at - 1] in ">]"):
-            at = text.rfind(mark, 0, at)
-        if at > 0:
-            return at
+        if found := re.match(rf".*[^\s>\]](?={mark})", text, re.S):
+            return found.end()
     return len(text)
 
 
 def pieces(blocks):
-    """Cut (text, whether a document ends) into (lead, text, whether one ends) of PIECE characters
-    at most. A piece inside a document is tokenized behind a lead, because some tokenizers treat
-    the start of a text in another way (Llama 2's puts a space there)."""
-    lead, rest = "", ""
+    """Cut (text, whether a document ends) into (text, whether it begins inside a document, whether
+    one ends) of PIECE characters at most."""
+    inside, rest = False, ""
     for text, end in blocks:
         rest, start = rest + text, 0
         while len(rest) - start > PIECE:
             stop = start + cut(rest[start:start + PIECE])
-            yield lead, rest[start:stop], False
-            lead, start = "a" if rest[stop].isspace() else "\n", stop
+            yield rest[start:stop], inside, False
+            inside, start = True, stop
         rest = rest[start:]
         if end:
-            yield lead, rest, True
-            lead, rest = "", ""
+            yield rest, inside, True
+            inside, rest = False, ""
 
 
 def encode_blocks(blocks, text: Text):
@@ -633,7 +637,7 @@ def encode_blocks(blocks, text: Text):
     batch, size = [], 0
     for piece in pieces(blocks):
         batch.append(piece)
-        size += len(piece[1]) + 256     # a short one takes memory, too
+        size += len(piece[0]) + 256     # a short one takes memory, too
         if size >= BATCH:
             yield from encode_batch(batch, text)
             batch, size = [], 0
@@ -641,19 +645,19 @@ def encode_blocks(blocks, text: Text):
 
 
 def encode_batch(batch: list, text: Text):
-    """The work of encode_blocks() on some pieces, in parallel."""
-    def encode(parts):
-        return [found.ids for found in text.tokenizer.encode_batch(parts, add_special_tokens=False)]
+    """The work of encode_blocks() on some pieces, in parallel. A piece from inside a document goes
+    behind a LEAD: some tokenizers put a space in front of what they take for a whole text."""
+    def encode(*parts):
+        found = text.tokenizer.encode_batch(parts, add_special_tokens=False)
+        return [each.ids for each in found]
 
     try:
-        heads = dict(zip(("", "a", "\n"), encode(["", "a", "\n"])))     # of each lead
-        whole = encode([lead + piece for lead, piece, _ in batch])
-        for (lead, piece, end), ids in zip(batch, whole):
-            head = heads[lead]
-            if ids[:len(head)] == head:
+        head, *found = encode(LEAD, *(LEAD * inside + piece for piece, inside, _ in batch))
+        for (piece, inside, end), ids in zip(batch, found):
+            if inside and ids[:len(head)] == head:
                 ids = ids[len(head):]
-            else:   # one token holds the lead and some of the text
-                ids = encode([piece])[0]
+            elif inside:        # one token holds the lead and some of the text
+                ids, = encode(piece)
             if end and text.eos is not None and ids[-1:] != [text.eos]:
                 ids.append(text.eos)
             yield ids, len(piece.encode()), end
@@ -661,14 +665,15 @@ def encode_batch(batch: list, text: Text):
         raise ValueError(f"data.tokenizer fails on the text: {one_line(e)[:200]}") from None
 
 
-def write_tokens(f, files: list[str], column: str, text: Text):
-    """Fill an open .npy file with the tokens of texts. Behind the tokens, where numpy does not
-    look, stands what the texts were: {"documents": n, "bytes": n}."""
+def write_tokens(f, files: list[str], column: str, text: Text) -> dict:
+    """Fill an open .npy file with the tokens of texts.
+    Returns what the texts were: {"documents": n, "bytes": n}."""
     from tqdm import tqdm   # comes with huggingface_hub; disable=None: only on a terminal
     blocks = itertools.chain.from_iterable(documents(name, column) for name in files)
     dtype = "|u1" if not text.tokenizer else "<u2" if text.size <= 1 << 16 else "<u4"
+    header = {"descr": dtype, "fortran_order": False, "shape": (0,)}
+    np.lib.format.write_array_header_1_0(f, header)
     count, about, total = 0, {"documents": 0, "bytes": 0}, sum(map(os.path.getsize, files))
-    f.seek(HEADER)          # the header holds the count, so it comes last
     with tqdm(desc="tokens", total=total, unit="B", unit_scale=True, disable=None) as bar:
         for ids, size, end in encode_blocks(blocks, text):
             f.write(np.asarray(ids, dtype).tobytes())
@@ -676,40 +681,36 @@ def write_tokens(f, files: list[str], column: str, text: Text):
             about["bytes"] += size
             about["documents"] += end
             bar.update(size)
-    f.write(json.dumps(about).encode())
-    f.seek(0)
-    np.lib.format.write_array_header_1_0(
-        f, {"descr": dtype, "fortran_order": False, "shape": (count,)})
-    assert f.tell() == HEADER
+    f.seek(0)       # numpy leaves room for any count in the header
+    np.lib.format.write_array_header_1_0(f, {**header, "shape": (count,)})
+    return about
 
 
-def make_token_file(files: list[str], config: dict, text: Text) -> tuple:
+def make_token_file(files: list[str], config: dict, text: Text) -> tuple[Part, dict]:
     """(token file of texts, {"documents": n, "bytes": n}), made once: its name is a hash of the
     tokenizer, the column, and path, size and time of the files.
     Raises OSError, TrainingError or ValueError."""
     folder, column = Path(config["run"]["output_dir"], "tokens"), config["data"]["text_column"]
     stats = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     key = hash64(stats, column, text.files.get("tokenizer.json"), text.special)
-    path = folder / f"{key:016x}.npy"
-    if path.exists():
+    path, made = folder / f"{key:016x}.npy", folder / f".{key:016x}.json"   # the last one written
+    if made.exists():
         say(f"tokens   {path} from before")
-    else:
-        say(f"tokens   making {path}, or waiting for the process that does")
-        if text.tokenizer and text.eos is None:
-            say("notice   this tokenizer has no token to put between documents")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock"):
-                for leftover in folder.glob("*.tmp"):   # of a process that was killed
-                    leftover.unlink()
-                if not path.exists():
-                    write_atomically(path, lambda f: write_tokens(f, files, column, text))
-        except OSError as e:
-            raise OSError(f"run.output_dir: cannot write to {folder}: {one_line(e)}") from e
-    part = token_file(str(path))
-    with open(path, "rb") as f:
-        f.seek(HEADER + part[3] * np.dtype(part[1]).itemsize)
-        return part, json.loads(f.read())
+        return token_file(str(path)), json.loads(made.read_bytes())
+    say(f"tokens   making {path}, or waiting for the process that does")
+    if text.tokenizer and text.eos is None:
+        say("notice   this tokenizer has no token to put between documents")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            for leftover in folder.glob("*.tmp"):   # of a process that was killed
+                leftover.unlink()
+            if not made.exists():
+                about = write_atomically(path, lambda f: write_tokens(f, files, column, text))
+                write_atomically(made, lambda f: f.write(json.dumps(about).encode()))
+    except OSError as e:
+        raise OSError(f"run.output_dir: cannot write to {folder}: {one_line(e)}") from e
+    return token_file(str(path)), json.loads(made.read_bytes())
 
 
 def open_tokens(config: dict, key: str, text: Text, without=()):
@@ -721,41 +722,30 @@ def open_tokens(config: dict, key: str, text: Text, without=()):
     out = {os.path.realpath(f) for f in without}
     files = {name: f for name, f in find_files(config, key).items()
              if os.path.getsize(f) and os.path.realpath(f) not in out}
-    of_kind = {kind: [f for f in files.values() if kind_of(f) == kind] for kind in ORDER}
+    numbers = [f for f in files.values() if kind_of(f) == "token"]
     # Plain text for a model of bytes is read where it is. All other text becomes a token file.
-    plain = [] if text.tokenizer else of_kind["text"]
-    made = [f for f in files.values() if f not in {*plain, *of_kind["token"]}]
+    plain = [f for f in files.values() if kind_of(f) == "text" and not text.tokenizer
+             and not f.lower().endswith(".gz")]
+    texts = [f for f in files.values() if f not in {*plain, *numbers}]
     parts, about = [], {"documents": 0, "bytes": 0}
-    if made:
-        part, about = make_token_file(made, config, text)
+    if texts:
+        part, about = make_token_file(texts, config, text)
         parts.append(part)
     for f in plain:
         if path != "stdlib":    # all else is read once, to see that it is text
             for _ in documents(f, ""):
                 pass
-        parts.append((f, "|u1", 0, os.path.getsize(f)))
-    tokens = Tokens(parts + [token_file(f, vocab_size) for f in of_kind["token"]])
+        parts.append(Part(f, "|u1", 0, os.path.getsize(f)))
+    # without a tokenizer a separator counts as text
+    size = about["bytes"] if text.tokenizer else sum(part.count for part in parts)
+    parts += [token_file(f, vocab_size) for f in numbers]
+    documents_known = about["documents"] + len(plain)
+    # nobody knows how many bytes of text the numbers stand for
+    tokens = Tokens(parts, files, documents_known, 0 if numbers else size)
     if not len(tokens):
         raise ValueError(f"data.{key}={path} is empty"
                          + (", validation data left out" if without else ""))
-    tokens.paths = list(files.values())
-    tokens.digest = f"{hash64([(name, os.path.getsize(f)) for name, f in files.items()]):016x}"
-    if not of_kind["token"]:    # nobody knows how many bytes those were
-        tokens.bytes_per_token = about["bytes"] / len(tokens) if text.tokenizer else 1
-    counts = [f"{len(of_kind[kind]):,} {kind}" for kind in sorted(of_kind) if of_kind[kind]]
-    tokens.summary = describe(tokens, ", ".join(counts), about["documents"] + len(plain))
     return tokens
-
-
-def describe(tokens: Tokens, files: str, documents: int) -> str:
-    """What a source holds, for the data line."""
-    line = f"files: {files} | " + (f"documents: {documents:,} | " if documents else "")
-    if tokens.bytes_per_token == 1:
-        return f"{line}bytes: {len(tokens):,}"
-    if tokens.bytes_per_token:
-        size = round(len(tokens) * tokens.bytes_per_token)
-        line += f"bytes: {size:,}, {tokens.bytes_per_token:.2f} per token | "
-    return f"{line}tokens: {len(tokens):,}"
 
 
 def build_data(config: dict) -> tuple[Dataset, Dataset]:
@@ -1369,13 +1359,13 @@ def print_sample(model: nn.Module, config: dict, text, count: int):
 # ---- checkpoints
 
 
-def write_atomically(path: Path, write) -> None:
-    """Call write(file), and let `path` be the whole result or what it was before.
-    Raises TrainingError on a full disk."""
+def write_atomically(path: Path, write):
+    """Call write(file), and let `path` be the whole result or what it was before. Returns what
+    write() does. Raises TrainingError on a full disk."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as f:
-            write(f)
+            result = write(f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -1383,12 +1373,13 @@ def write_atomically(path: Path, write) -> None:
             folder = os.open(path.parent, os.O_RDONLY)
             os.fsync(folder)  # the rename itself
             os.close(folder)
+        return result
     except BaseException as e:      # a Ctrl-C, too, leaves nothing half written
         with contextlib.suppress(OSError):
             temporary.unlink()
         # torch.save reports a failed write as a RuntimeError, in the context of the real one
-        cause = e.__context__ if isinstance(e.__context__, OSError) else e
-        if not isinstance(cause, (OSError, RuntimeError)) or isinstance(cause, TrainingError):
+        cause = e.__context__ if isinstance(e, RuntimeError) and e.__context__ else e
+        if not isinstance(cause, OSError):
             raise
         raise TrainingError(f"cannot write {path}: {one_line(cause)[:200]}") from e
 
