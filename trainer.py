@@ -1178,9 +1178,8 @@ def written_ignore_index(kind: type) -> int:
 class Loss:
     """The mean loss of any model over the labels of a batch that count.
 
-    Two things about the model are found out once. Its forward tells the names of its arguments. The
-    first batch tells whether it shifts labels itself, as transformers' models do; such a model is
-    given labels in line with input_ids.
+    Its forward tells how the model is called. Its first batch tells whether it shifts labels
+    itself, as transformers' models do.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype=torch.float32, pin=False):
@@ -1188,48 +1187,36 @@ class Loss:
         self.ignore = ignore_index(model)
         self.shifts = None      # not known yet
         parameters = inspect.signature(model.forward).parameters.values()
-        kinds = {p.kind for p in parameters}
-        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.names = {p.name for p in parameters}
-        if inspect.Parameter.VAR_KEYWORD in kinds:
+        self.names = {p.name for p in parameters}       # of the arguments that go by name
+        if any(p.kind == p.VAR_KEYWORD for p in parameters):
             self.names |= {"input_ids", "labels", "attention_mask"}
-        if places or inspect.Parameter.VAR_POSITIONAL in kinds:
+        places = [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
+        if places:
             self.names.discard("input_ids")     # it is the first argument, whatever its name
-        self.second = ("labels" not in self.names and len(places) > 1
-                       and self.takes_labels(places[1]))
+        self.second = "labels" not in self.names and any(map(takes_labels, places[1:2]))
 
-    @staticmethod
-    def takes_labels(second: inspect.Parameter) -> bool:
-        """Whether the second argument of a forward without `labels` is the labels."""
-        if second.default is second.empty:
-            return second.name not in ("attention_mask", "position_ids")
-        return second.name in ("targets", "target", "y")
-
-    def count(self, batch: dict) -> int:
-        """How many labels of a batch of as_batch() count. A model that shifts inside never sees the
-        last one of a row."""
+    def prepare(self, batch: dict) -> tuple[dict, int]:
+        """(a batch of as_batch() with its labels where this model wants them, how many count)."""
         if self.shifts is None:
             self.shifts = self.shifts_inside(batch)
-        labels = batch["labels"][:, :-1] if self.shifts else batch["labels"]
-        return int((labels != IGNORE).sum())
+        labels = batch["labels"]
+        if self.shifts:     # in line with input_ids; the last one of a row is never seen
+            labels = F.pad(labels[:, :-1], (1, 0), value=IGNORE)
+        return {**batch, "labels": labels}, int((labels != IGNORE).sum())
 
     def __call__(self, forward, batch: dict) -> torch.Tensor:
-        """Mean loss of a batch of as_batch(), NaN or 0 if no label counts. `forward` is the model,
+        """Mean loss of a batch of prepare(), NaN or 0 if no label counts. `forward` is the model,
         or the compiled one. Raises TrainingError."""
-        if self.shifts:
-            batch = {**batch, "labels": F.pad(batch["labels"][:, :-1], (1, 0), value=IGNORE)}
         if self.pin:        # only from pinned memory a copy does not hold up the GPU
             batch = {k: v.pin_memory() for k, v in batch.items()}
         batch = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
         ids, labels = batch["input_ids"], batch["labels"]
         theirs = batch["labels"] = labels.masked_fill(labels == IGNORE, self.ignore)
         named = {k: v for k, v in batch.items() if k in self.names}
-        arguments = [] if "input_ids" in named else [ids]
-        if self.second:
-            arguments.append(theirs)
+        places = [] if "input_ids" in named else [ids, theirs] if self.second else [ids]
         try:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                return loss_of(forward(*arguments, **named), labels)
+                return loss_of(forward(*places, **named), labels)
         except IndexError as e:
             if f"Target {self.ignore} is out of bounds" not in str(e):
                 raise
@@ -1254,13 +1241,19 @@ class Loss:
         self.model.eval()
         try:
             with seeded("labels"):
-                one, other = (self(self.model, {**rows, "labels": labels}).item()
-                              for labels in (first, none))
-            return one == other or math.isnan(one) and math.isnan(other)
+                losses = [self(self.model, {**rows, "labels": labels}) for labels in (first, none)]
+            return torch.allclose(*losses, rtol=0, atol=0, equal_nan=True)
         except Exception:       # a model of a handful of tokens, say: training tells what is wrong
             return False
         finally:
             self.model.train(was_training)
+
+
+def takes_labels(second: inspect.Parameter) -> bool:
+    """Whether the second argument of a forward without `labels` is the labels."""
+    if second.kind == second.VAR_POSITIONAL or second.name in ("attention_mask", "position_ids"):
+        return False
+    return second.default is second.empty or second.name in ("targets", "target", "y")
 
 
 def loss_of(output, labels) -> torch.Tensor:
@@ -1293,8 +1286,8 @@ def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
     model.eval()
     with seeded("eval"):    # the same batches each time, and training does not notice
         for batch in itertools.islice(start(data), config["run"]["eval_batches"]):
-            batch = as_batch(batch, loss.ignore, memory)
-            if labels := loss.count(batch):
+            batch, labels = loss.prepare(as_batch(batch, loss.ignore, memory))
+            if labels:
                 total += loss(model, batch).item() * labels
                 count += labels
     model.train()
@@ -1891,16 +1884,17 @@ class Trainer:
 
     # one update
 
-    def next_batches(self, data) -> tuple[list[dict], int]:
-        """The microbatches of the next update, none if a signal ends the wait for them, and how
-        many samples were taken. Raises TrainingError if no label counts, a hundred times in a
-        row."""
+    def next_batches(self, data) -> tuple[list[tuple[dict, int]], int]:
+        """The microbatches of the next update with their numbers of labels, none if a signal ends
+        the wait for them, and how many samples were taken. Raises TrainingError if no label counts,
+        a hundred times in a row."""
         samples, self.fetching = 0, True    # a signal need not wait for a loader that hangs
         try:
             for _ in range(100):
-                microbatches = [next(data) for _ in range(self.config["data"]["accumulation"])]
-                samples += sum(len(b["input_ids"]) for b in microbatches)
-                if any(self.loss.count(b) for b in microbatches):
+                microbatches = [self.loss.prepare(next(data))
+                                for _ in range(self.config["data"]["accumulation"])]
+                samples += sum(len(batch["input_ids"]) for batch, _ in microbatches)
+                if any(count for _, count in microbatches):
                     return microbatches, samples
         except BaseException:
             if self.stop_signal:    # it ended the wait, or the data processes
@@ -1910,16 +1904,16 @@ class Trainer:
             self.fetching = False
         raise TrainingError("the batches of 100 steps in a row hold no label that counts")
 
-    def forward_backward(self, microbatches: list[dict]) -> tuple[torch.Tensor, int]:
+    def forward_backward(self, microbatches: list) -> tuple[torch.Tensor, int]:
         """Accumulate the gradients of the mean loss over all labels that count in the microbatches.
         Returns that loss, still on the device, and the number of labels."""
         total = torch.zeros((), device=self.device)
-        counts = [self.loss.count(batch) for batch in microbatches]
+        labels = sum(count for _, count in microbatches)
         try:
-            for batch, count in zip(microbatches, counts):
+            for batch, count in microbatches:
                 if not count:
                     continue        # its own mean would be NaN
-                loss = self.loss(self.forward, batch) * (count / sum(counts))
+                loss = self.loss(self.forward, batch) * (count / labels)
                 self.scaler.scale(loss).backward()
                 total += loss.detach()
         except Exception as e:
@@ -1931,7 +1925,7 @@ class Trainer:
             self.forward = self.model
             self.model.zero_grad(set_to_none=True)
             return self.forward_backward(microbatches)
-        return total, sum(counts)
+        return total, labels
 
     def learning_rate(self) -> float:
         lr, step = self.config["optimizer"]["lr"], self.step
@@ -2078,8 +2072,8 @@ class Trainer:
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def say_batch(self, microbatches: list[dict]):
-        n, (B, T) = len(microbatches), microbatches[0]["input_ids"].shape
+    def say_batch(self, microbatches: list):
+        n, (B, T) = len(microbatches), microbatches[0][0]["input_ids"].shape
         say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
             f"(microbatches x samples x positions)")
 
