@@ -834,16 +834,6 @@ def tokenizer_files(config: dict) -> tuple[dict, dict]:
 # ---- batches: whatever a dataset or a loader gives, as tensors
 
 
-def as_tensor(value) -> torch.Tensor | None:
-    """Numbers as a tensor, whole numbers as int64; None for what is no array of numbers."""
-    if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.from_numpy(np.array(value))
-        except (TypeError, ValueError):     # text, None, rows of unequal length
-            return None
-    return value if value.is_floating_point() or value.dtype == torch.bool else value.long()
-
-
 def named(item) -> dict:
     """An item or a batch as a dict: from a dict, a tuple in the order of the names, an array, or a
     plain list of token ids. Raises TrainingError if it has no input_ids."""
@@ -858,8 +848,15 @@ def named(item) -> dict:
 
 
 def tensors(item) -> dict:
-    """The tensors in an item or a batch."""
-    return {k: t for k, v in named(item).items() if (t := as_tensor(v)) is not None}
+    """What is numbers in an item or a batch, as tensors, whole numbers as int64."""
+    found = {}
+    for key, value in named(item).items():
+        with contextlib.suppress(TypeError, ValueError):    # text, None, rows of unequal length
+            if not isinstance(value, torch.Tensor):
+                value = torch.from_numpy(np.array(value))
+            whole = not value.is_floating_point() and value.dtype != torch.bool
+            found[key] = value.long() if whole else value
+    return found
 
 
 def collate(items: list) -> dict:
@@ -966,13 +963,9 @@ def collate_bytes(collate_fn, items) -> bytes:
     return pickle.dumps(collate_fn(items))
 
 
-def unpack(batch):
-    return pickle.loads(batch) if isinstance(batch, bytes) else batch
-
-
 def start(loader):
     """iter(loader), with data processes that leave signals and /dev/shm alone."""
-    if not getattr(loader, "num_workers", 0):
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
     # keep: when a data process dies torch raises in the middle of whatever runs then. A step must
     # not be torn, so that handler goes: the next fetch tells.
@@ -982,7 +975,7 @@ def start(loader):
     loader.collate_fn = functools.partial(collate_bytes, collate_fn)
     loader.worker_init_fn = init or worker_init
     try:
-        return map(unpack, iter(loader))
+        return map(pickle.loads, iter(loader))
     finally:
         loader.collate_fn, loader.worker_init_fn = collate_fn, init
         if main:
@@ -993,12 +986,10 @@ def is_map_style(data) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def replay(loader, config: dict, position: int, ignore: int):
-    """The batches of somebody else's loader, epoch after epoch, from sample `position` on. What it
-    draws at random is seeded batch by batch, so it draws the same again and the model's dropout
-    never notices."""
-    key, skip = (config["run"]["seed"], config["distributed"]["node_id"]), position
-    memory = set()
+def replay(loader, config: dict):
+    """The batches of somebody else's loader, epoch after epoch. What it draws at random is seeded
+    batch by batch, so it draws the same again and the model's dropout never notices."""
+    key = config["run"]["seed"], config["distributed"]["node_id"]
     for epoch in itertools.count():
         with seeded(*key, epoch, "epoch"):
             iterator = start(loader)
@@ -1007,10 +998,7 @@ def replay(loader, config: dict, position: int, ignore: int):
                 batch = next(iterator, None)
             if batch is None:
                 break
-            batch = as_batch(batch, ignore, memory)
-            skip -= len(batch["input_ids"])
-            if skip < 0:
-                yield batch
+            yield batch
         if i == 0:
             raise TrainingError("the training data gave no batch")
 
@@ -1018,10 +1006,15 @@ def replay(loader, config: dict, position: int, ignore: int):
 def batches(data, config: dict, position: int, ignore: int = IGNORE):
     """Yield microbatches, as as_batch() makes them, for ever, from sample `position` on. `data`: a
     Dataset, anything with a length and items, or an iterable of batches such as a DataLoader."""
+    c, memory = config["data"], set()
     if isinstance(data, IterableDataset):
-        data = DataLoader(data, config["data"]["micro_batch_size"], collate_fn=collate)
+        data = DataLoader(data, c["micro_batch_size"], collate_fn=collate)
     if not is_map_style(data):
-        yield from replay(data, config, position, ignore)
+        for batch in replay(data, config):
+            batch = as_batch(batch, ignore, memory)
+            position -= len(batch["input_ids"])
+            if position < 0:
+                yield batch
     if not len(data):
         raise TrainingError("the training data is empty")
     if isinstance(data, Mapping):
@@ -1029,7 +1022,6 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
                             f"of them")
     if not isinstance(data, Windows):
         data = Shuffled(data, config)
-    c, memory = config["data"], set()
     workers = c["num_workers"]
     loader = DataLoader(
         data, c["micro_batch_size"], sampler=itertools.count(position), collate_fn=collate,
