@@ -2301,14 +2301,13 @@ def test_tensorboard_gets_each_number_once(tmp_path, monkeypatch):
     assert first.folder == t.folder / "tensorboard" and not first.open and not second.open
     assert (first.purge_step, second.purge_step) == (1, 3) and seen
     assert [s[:2] for s in second.scalars] == [
-        ("train/loss", 3), ("train/lr", 3), ("train/grad_norm", 3), ("train/tokens_per_s", 3),
-        ("val/loss", 3)]
-    assert [v for n, _, v in first.scalars + second.scalars if n == "train/loss"] == [
+        ("loss", 3), ("lr", 3), ("grad_norm", 3), ("tokens_per_s", 3), ("val_loss", 3)]
+    assert [v for n, _, v in first.scalars + second.scalars if n == "loss"] == [
         line["loss"] for line in lines_of(t.folder, "step")]
     second.open = True
     trainer_module.write_scalars(
         second, "eval", {"step": 4, "val_loss": None, "val_loss_per_byte": 1.5})
-    assert second.scalars[5:] == [("val/loss_per_byte", 4, 1.5)]
+    assert second.scalars[5:] == [("val_loss_per_byte", 4, 1.5)]
 
 
 def on_screen(text):

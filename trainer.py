@@ -9,7 +9,8 @@ Needs torch and numpy; knows nothing of any model.
 A model is any nn.Module called as model(input_ids, labels, attention_mask) that returns a loss, a
 tuple, a dict or only logits. `config` is a nested dict; what it leaves out is in DEFAULTS. A
 coordinator, if there is one, is called between the steps: this is where a swarm hooks in. One
-process, one device: no DDP, no sharding.
+process, one device: no DDP, no sharding. What the user can put right is raised as a ValueError, an
+OSError or a TrainingError, with a message of one line.
 """
 import bisect
 import codecs
@@ -71,8 +72,7 @@ class TrainingError(RuntimeError):
 
 
 def fill_defaults(config: dict) -> dict:
-    """Add to a config, in place, the sections and keys that it leaves out. Raises ValueError for a
-    target batch that microbatches cannot make up."""
+    """Add to a config, in place, the sections and keys that it leaves out."""
     for section, values in DEFAULTS.items():
         config[section] = {**values, **config.get(section, {})}
     data, scheduler = config["data"], config["scheduler"]
@@ -253,7 +253,7 @@ class Windows(Dataset):
 
 def data_change(before: dict, now: dict) -> str:
     """What differs between two fingerprints of Windows, as a sentence. "" if nothing does, or if
-    one of them is empty."""
+    one of them is not known."""
     if not before or not now or before == now:
         return ""
     changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items()
@@ -340,8 +340,7 @@ def split_of(name: str) -> str:
 
 
 def choose(names: list[str], wanted: tuple) -> list[str]:
-    """The data files of a dataset repo, of the first split in `wanted` that it has.
-    Raises ValueError if it has only others, or has this one in several folders."""
+    """The data files of a dataset repo, of the first split in `wanted` that it has."""
     found = [name for name in names if kind_of(name, "") and not NOT_DATA.search(name)]
     splits = {split_of(name) for name in found} - {""}
     split = next((s for s in wanted if s in splits), "")
@@ -359,8 +358,7 @@ def choose(names: list[str], wanted: tuple) -> list[str]:
 
 
 def find_on_hub(path: str, key: str) -> dict[str, str]:
-    """{name: local copy} for hf://datasets/user/name, a folder or a file in it, or a glob.
-    Raises OSError or ValueError."""
+    """{name: local copy} for hf://datasets/user/name, a folder or a file in it, or a glob."""
     from huggingface_hub import HfFileSystem, hf_hub_download   # only here: no network otherwise
     try:
         fs = HfFileSystem()
@@ -376,8 +374,7 @@ def find_on_hub(path: str, key: str) -> dict[str, str]:
             found[name].repo_id, found[name].path_in_repo, repo_type=found[name].repo_type,
             revision=found[name].revision) for name in names}
     except Exception as e:  # the network has many ways to fail
-        kind = ValueError if isinstance(e, ValueError) else OSError
-        raise kind(f"data.{key}={path} cannot be read: {one_line(e)[:300]}") from e
+        raise OSError(f"data.{key}={path} cannot be read: {one_line(e)[:300]}") from e
 
 
 def find_stdlib() -> dict[str, str]:
@@ -392,7 +389,7 @@ def find_stdlib() -> dict[str, str]:
 
 def find_files(config: dict, key: str) -> dict[str, str]:
     """{name: path} of the files behind data.path or data.val_path (`key`), in an order that does
-    not depend on the machine. A name is the path within the folder. Raises OSError, ValueError."""
+    not depend on the machine. A name is the path within the folder."""
     path, run = config["data"][key], config["run"]
     if path == "stdlib":
         return find_stdlib()
@@ -408,8 +405,7 @@ def find_files(config: dict, key: str) -> dict[str, str]:
 
 
 def open_bytes(path: str):
-    """A file open for reading bytes, unpacked if it is a .gz.
-    Raises ValueError if its first bytes say that it is no text."""
+    """A file open for reading bytes, unpacked if it is a .gz."""
     f = gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
     for magic, what in MAGIC.items():
         if re.match(magic, f.peek(16), re.S):
@@ -419,7 +415,7 @@ def open_bytes(path: str):
 
 
 def read_text(path: str):
-    """Yield a file's text in blocks. Raises ValueError, with the place, at what is not UTF-8."""
+    """Yield a file's text in blocks."""
     decoder, done, block = codecs.getincrementaldecoder("utf-8-sig")(), 0, None
     with open_bytes(path) as f:
         while block != b"":
@@ -460,7 +456,7 @@ def read_parquet(path: str, column: str):
 
 
 def row_text(row: dict, column: str) -> str:
-    """The text of a row, "" if it has none. Raises ValueError."""
+    """The text of a row, "" if it has none."""
     if not isinstance(row, dict):
         raise ValueError('no JSON object in UTF-8; wanted is one {"text": ...} in each line')
     if column not in row:
@@ -475,7 +471,7 @@ def row_text(row: dict, column: str) -> str:
 
 def documents(path: str, column: str):
     """Yield (text, whether a document ends with it) for a file. A row is a document, a file of
-    plain text is one, in blocks. Raises ValueError, with the place, for what is not text."""
+    plain text is one, in blocks."""
     kind, place = kind_of(path), path
     try:
         if kind == "csv":
@@ -496,7 +492,7 @@ def documents(path: str, column: str):
 
 def token_file(path: str, vocab_size: int = 0) -> Part:
     """The tokens in a .npy row of integers, or in a .bin of nanoGPT (uint16) or llm.c (with its
-    header). Raises ValueError."""
+    header)."""
     if path.lower().endswith(".npy"):
         try:
             array = np.load(path, mmap_mode="r")
@@ -532,8 +528,7 @@ BESIDE = ["special_tokens_map.json", "tokenizer_config.json", "added_tokens.json
 
 
 def read_tokenizer(name: str) -> dict[str, bytes]:
-    """{name: content} of the tokenizer.json of a data.tokenizer, and of those BESIDE it.
-    Raises OSError, in one line, if there is none."""
+    """{name: content} of the tokenizer.json of a data.tokenizer, and of those BESIDE it."""
     path = Path(name).expanduser()
     if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         from huggingface_hub import snapshot_download
@@ -552,8 +547,7 @@ def read_tokenizer(name: str) -> dict[str, bytes]:
 
 
 class Text:
-    """Text as token ids and back: by data.tokenizer, or as bytes if it is "".
-    Raises ValueError or OSError, in one line, for a tokenizer that cannot be used."""
+    """Text as token ids and back: by data.tokenizer, or as bytes if it is ""."""
 
     def __init__(self, config: dict):
         self.tokenizer, self.files = None, {}   # of the package tokenizers; {name: content}
@@ -628,7 +622,7 @@ def pieces(blocks):
 
 def encode_blocks(blocks, text: Text):
     """Yield (token ids, bytes of text, whether a document ends) for (text, whether one ends), with
-    a separator behind each document. Raises ValueError."""
+    a separator behind each document."""
     if not text.tokenizer:
         for block, end in blocks:
             content = block.encode()
@@ -688,8 +682,7 @@ def write_tokens(f, files: list[str], column: str, text: Text) -> dict:
 
 def make_token_file(files: list[str], config: dict, text: Text) -> tuple[Part, dict]:
     """(token file of texts, {"documents": n, "bytes": n}), made once: its name is a hash of the
-    tokenizer, the column, and path, size and time of the files.
-    Raises OSError, TrainingError or ValueError."""
+    tokenizer, the column, and path, size and time of the files."""
     folder, column = Path(config["run"]["output_dir"], "tokens"), config["data"]["text_column"]
     stats = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     key = hash64(stats, column, text.files.get("tokenizer.json"), text.special)
@@ -714,8 +707,7 @@ def make_token_file(files: list[str], config: dict, text: Text) -> tuple[Part, d
 
 
 def open_tokens(config: dict, key: str, text: Text, without=()):
-    """The token array behind data.path or data.val_path (`key`), `without` some files.
-    Raises OSError, ValueError or TrainingError, in one line, for what cannot be used."""
+    """The token array behind data.path or data.val_path (`key`), `without` some files."""
     path, vocab_size = config["data"][key], config["model"]["vocab_size"]
     if path == "synthetic":
         return Synthetic(vocab_size)
@@ -807,8 +799,7 @@ def name_byte_zero(content: bytes) -> tuple[bytes, int | None]:
 def tokenizer_files(config: dict) -> tuple[dict, dict]:
     """What an export needs of the tokenizer: ({name: bytes} of the files with which transformers'
     AutoTokenizer reads and writes this model's tokens, {"bos_token_id", "eos_token_id",
-    "pad_token_id": int}, those there are). Both are empty if the tokens came as numbers.
-    Raises what Text() raises."""
+    "pad_token_id": int}, those there are). Both are empty if the tokens came as numbers."""
     text = Text(config)
     if not text.tokenizer and config["model"]["vocab_size"] != 256:
         return {}, {}
@@ -836,7 +827,7 @@ def tokenizer_files(config: dict) -> tuple[dict, dict]:
 
 def named(item) -> dict:
     """An item or a batch as a dict: from a dict, a tuple in the order of the names, an array, or a
-    plain list of token ids. Raises TrainingError if it has no input_ids."""
+    plain list of token ids."""
     if not isinstance(item, Mapping):
         ids = not isinstance(item, (tuple, list)) or item and isinstance(item[0], int)
         names = ("input_ids", "labels", "attention_mask")
@@ -872,7 +863,7 @@ def collate(items: list) -> dict:
 
 
 def tensors_of(batch) -> dict:
-    """The tensors in a batch of any kind, with input_ids (B, T) int64. Raises TrainingError."""
+    """The tensors in a batch of any kind, with input_ids (B, T) int64."""
     batch = named(batch)
     ids = batch["input_ids"]
     if isinstance(ids, (list, tuple)) and isinstance(ids[0], torch.Tensor):
@@ -1034,8 +1025,7 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that run.device names; auto takes the first there is of cuda, mps and cpu.
-    Raises ValueError for a device that this machine lacks."""
+    """The device that run.device names; auto takes the first there is of cuda, mps and cpu."""
     there = {f"cuda:{i}" for i in range(torch.cuda.device_count())} | {"cpu"}
     there |= {"cuda"} if torch.cuda.is_available() else set()
     there |= {"mps"} if torch.backends.mps.is_available() else set()
@@ -1137,7 +1127,7 @@ def keep_freed_memory():
 
 
 def checkpoint_activations(model: nn.Module):
-    """Turn gradient checkpointing on. Raises ValueError for a model that cannot."""
+    """Turn gradient checkpointing on."""
     if hasattr(model, "set_gradient_checkpointing"):
         model.set_gradient_checkpointing(True)
     elif hasattr(model, "gradient_checkpointing_enable"):       # transformers
@@ -1198,7 +1188,7 @@ class Loss:
 
     def __call__(self, forward, batch: dict) -> torch.Tensor:
         """Mean loss of a batch of prepare(), NaN or 0 if no label counts. `forward` is the model,
-        or the compiled one. Raises TrainingError."""
+        or the compiled one."""
         if self.pin:        # only from pinned memory a copy does not hold up the GPU
             batch = {k: v.pin_memory() for k, v in batch.items()}
         batch = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
@@ -1249,8 +1239,7 @@ def takes_labels(second: inspect.Parameter) -> bool:
 
 
 def loss_of(output, labels) -> torch.Tensor:
-    """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss.
-    Raises TrainingError if it holds neither."""
+    """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss."""
     if isinstance(output, (tuple, list)):
         parts = output
     elif hasattr(output, "keys"):
@@ -1270,7 +1259,7 @@ def loss_of(output, labels) -> torch.Tensor:
 @torch.no_grad()
 def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
     """Mean loss over the labels that count in the first run.eval_batches microbatches of `data`,
-    without dropout. Raises TrainingError if there are none."""
+    without dropout."""
     if is_map_style(data) or isinstance(data, IterableDataset):
         data = DataLoader(data, config["data"]["micro_batch_size"], collate_fn=collate)
     loss, memory = Loss(model, device, dtype), set()
@@ -1330,8 +1319,7 @@ def pick(logits, c: dict, generator) -> int:
 
 
 def print_sample(model: nn.Module, config: dict, text, count: int):
-    """Print run.sample and up to `count` tokens after it. `text` is a Text. Raises
-    TrainingError."""
+    """Print run.sample and up to `count` tokens after it. `text` is a Text."""
     try:
         prompt = text.encode(config["run"]["sample"]) or text.encode("\n")
         if max(prompt) >= config["model"]["vocab_size"]:
@@ -1346,7 +1334,7 @@ def print_sample(model: nn.Module, config: dict, text, count: int):
 
 def write_atomically(path: Path, write):
     """Call write(file), and let `path` be the whole result or what it was before. Returns what
-    write() does. Raises TrainingError on a full disk."""
+    write() does."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as f:
@@ -1381,8 +1369,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path, check=True) -> dict:
-    """A checkpoint, with every byte checked against its CRC; check=False maps the file instead,
-    for its settings. Raises ValueError if it is damaged."""
+    """A checkpoint, with every byte checked against its CRC; check=False maps the file instead, for
+    its settings."""
     try:
         with zipfile.ZipFile(path) as z:
             if check and (bad := z.testzip()):
@@ -1396,7 +1384,7 @@ def read_checkpoint(path: Path, check=True) -> dict:
 
 def load_checkpoint(config: dict, check=True) -> tuple[Path, dict]:
     """(path, state) of a run's newest checkpoint that is whole, or of its best one with run.best.
-    Says which are damaged. Raises FileNotFoundError if there is none."""
+    Says which are damaged."""
     folder, best = run_folder(config), config["run"]["best"]
     for path in [folder / "best.pt"] if best else checkpoints(folder):
         try:
@@ -1409,18 +1397,15 @@ def load_checkpoint(config: dict, check=True) -> tuple[Path, dict]:
 
 
 def load_model(model: nn.Module, state: dict, path: Path):
-    """Fill a model from a checkpoint. Raises ValueError, naming a tensor, if it is another one."""
-    ours = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    theirs = {k: tuple(v.shape) for k, v in state["model"].items()}
-    for k in sorted(ours.keys() | theirs.keys()):
-        if ours.get(k) != theirs.get(k):
-            raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} "
-                             f"there, {ours.get(k, 'missing')} here")
-    model.load_state_dict(state["model"])
+    """Fill a model from a checkpoint."""
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as e:
+        raise ValueError(f"{path} is of another model: {one_line(e)[:300]}") from None
 
 
 def load_optimizers(optimizers: list, states: list, path: Path):
-    """Give optimizers the state of a checkpoint; their settings stay. Raises ValueError."""
+    """Give optimizers the state of a checkpoint; their settings stay."""
     if len(states) != len(optimizers):
         raise ValueError(f"{path} was written with another optimizer.name")
     for optimizer, state in zip(optimizers, states):
@@ -1523,7 +1508,7 @@ def curve(points) -> np.ndarray:
 
 def read_curves(path: Path) -> dict:
     """What draw() takes of a run, out of its metrics.jsonl. A line that is damaged, or cut off
-    because the run is writing it, is left out. Raises OSError."""
+    because the run is writing it, is left out."""
     curves = {"train": [], "val": [], "lr": []}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -1539,8 +1524,7 @@ def read_curves(path: Path) -> dict:
 def plot(config: dict) -> Path:
     """Write loss.svg and return its path: in the run's folder or, for several runs (run.name=a,b),
     in run.output_dir. The nodes of a swarm below runs/<name>/ are several runs too. It only reads
-    the runs, which may be going on. Raises FileNotFoundError with the runs there are, ValueError
-    for runs without a loss or without matplotlib."""
+    the runs, which may be going on."""
     root, node = Path(config["run"]["output_dir"]), config["distributed"]["node_id"]
     names = [name.strip() for name in config["run"]["name"].split(",")]
     folders, files = [root / name / node for name in names if name], []
@@ -1561,7 +1545,6 @@ def plot(config: dict) -> Path:
 
 
 def summary_writer() -> type:
-    """TensorBoard's own class. Raises ValueError without the package."""
     try:
         from torch.utils.tensorboard import SummaryWriter
         return SummaryWriter
@@ -1572,12 +1555,9 @@ def summary_writer() -> type:
 
 def write_scalars(writer, event: str, payload: dict):
     """A hook, with a SummaryWriter: the numbers of the `step` and `eval` lines."""
-    tags = {"step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm",
-                     "tokens_per_s": "train/tokens_per_s"},
-            "eval": {"val_loss": "val/loss", "val_loss_per_byte": "val/loss_per_byte"}}
-    for key, tag in tags.get(event, {}).items():
-        if payload.get(key) is not None:
-            writer.add_scalar(tag, payload[key], payload["step"])
+    for key in ("loss", "lr", "grad_norm", "tokens_per_s", "val_loss", "val_loss_per_byte"):
+        if event in ("step", "eval") and payload.get(key) is not None:
+            writer.add_scalar(key, payload[key], payload["step"])
 
 
 @contextlib.contextmanager
@@ -1730,8 +1710,7 @@ class Trainer:
         say(f"folder   {self.folder}")
 
     def open_folder(self, folder: Path):
-        """Lock the run's folder, then begin a run in it or resume the one it holds. Raises
-        ValueError if it is in use or cannot be resumed, OSError if it cannot be written."""
+        """Lock the run's folder, then begin a run in it or resume the one it holds."""
         self.folder, self.writer = folder, None
         resume = self.config["run"]["resume"]
         # what can be refused is refused before the folder is made or touched
@@ -1797,7 +1776,7 @@ class Trainer:
 
     def save(self):
         """Write step_<step>.pt, point latest.json at it, and delete what checkpoint.keep_last does
-        not keep. Raises TrainingError."""
+        not keep."""
         self.refuse_not_finite()
         path = self.folder / f"step_{self.step:012d}.pt"
         state = self.state_dict()
@@ -1810,7 +1789,7 @@ class Trainer:
 
     def resume(self):
         """Continue from the newest checkpoint that is whole, or from the best one, and say which
-        settings are others now. Raises ValueError or FileNotFoundError."""
+        settings are others now."""
         path, state = load_checkpoint(self.config)
         load_model(self.model, state, path)
         load_optimizers(self.optimizers, state["optimizers"], path)
@@ -1833,8 +1812,7 @@ class Trainer:
         if changed := changes(state["config"], self.config):
             line += f" | now {changed}"
         say(line)
-        before, now = state.get("data"), getattr(self.train_data, "fingerprint", None)
-        if before and now and (change := data_change(before, now)):
+        if change := data_change(state.get("data"), getattr(self.train_data, "fingerprint", None)):
             say(f"notice   {change}")
 
     # evaluation and samples
@@ -1843,7 +1821,7 @@ class Trainer:
         return mean_loss(self.model, self.val_data, self.config, self.device, self.dtype)
 
     def eval_and_keep_best(self):
-        """Evaluate, write best.pt if this is the best, and print a sample. Raises TrainingError."""
+        """Evaluate, write best.pt if this is the best, and print a sample."""
         self.refuse_not_finite()
         val_loss = self.evaluate()
         if not math.isfinite(val_loss):
@@ -1866,20 +1844,15 @@ class Trainer:
         if self.step < self.config["run"]["max_steps"]:
             count = min(100, count)
         try:
-            print_sample(self.model, self.config, self.text, count)
+            print_sample(self.model, self.config, Text(self.config), count)
         except TrainingError as e:      # the run itself is well
             say(f"notice   {e}")
-
-    @functools.cached_property
-    def text(self):
-        return Text(self.config)        # reads the tokenizer: once, and only for a sample
 
     # one update
 
     def next_batches(self, data) -> tuple[list[tuple[dict, int]], int]:
         """The microbatches of the next update with their numbers of labels, none if a signal ends
-        the wait for them, and how many samples were taken. Raises TrainingError if no label counts,
-        a hundred times in a row."""
+        the wait for them, and how many samples were taken."""
         samples, self.fetching = 0, True    # a signal need not wait for a loader that hangs
         try:
             for _ in range(100):
@@ -2070,7 +2043,7 @@ class Trainer:
             f"(microbatches x samples x positions)")
 
     def log(self, clock: Clock, loss, lr: float, norm):
-        """One `step` line. Raises TrainingError if the run cannot go on."""
+        """One `step` line."""
         self.refuse_not_finite()    # waits for the device: only then is the clock right
         self.refuse_collapse()
         loss, norm, now = loss.item(), norm.item(), time.perf_counter()
