@@ -775,10 +775,8 @@ def byte_tokenizer() -> bytes:
     vocab = {chr(b if b in plain else next(others)): b for b in range(256)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
              "use_regex": False}
-    return json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-        "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
-        "model": {"type": "BPE", "merges": [], "vocab": vocab}}).encode()
+    return json.dumps({"added_tokens": [], "pre_tokenizer": level, "decoder": level,
+                       "model": {"type": "BPE", "merges": [], "vocab": vocab}}).encode()
 
 
 def name_byte_zero(content: bytes) -> tuple[bytes, int | None]:
@@ -916,7 +914,7 @@ def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
 def seeded(*parts):
     """Random numbers as a function of `parts` in here, and afterwards as if none had been drawn."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.manual_seed(hash64(*parts) >> 1)
+    torch.default_generator.manual_seed(hash64(*parts) >> 1)    # keep: of the CPU alone
     np.random.seed(hash64(*parts) & 0xFFFFFFFF)
     random.seed(hash64(*parts))
     try:
@@ -1026,14 +1024,13 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
 
 def pick_device(name: str) -> torch.device:
     """The device that run.device names; auto takes the first there is of cuda, mps and cpu."""
-    there = {f"cuda:{i}" for i in range(torch.cuda.device_count())} | {"cpu"}
-    there |= {"cuda"} if torch.cuda.is_available() else set()
-    there |= {"mps"} if torch.backends.mps.is_available() else set()
-    if name == "auto":
-        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if kind in there))
+    there = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    there = ["cuda", *there] if there else []
+    there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    name = there[0] if name == "auto" else name
     if name not in there:
         raise ValueError(f"run.device={name} is not on this machine: use auto or one of "
-                         f"{', '.join(sorted(there))}")
+                         f"{', '.join(there)}")
     return torch.device(name)
 
 
@@ -1071,30 +1068,26 @@ def build_optimizers(
     A hidden matrix is the weight of neither an embedding nor the last nn.Linear, the output.
     Tensors of 2 dimensions or more decay. Raises ValueError for a model without parameters.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
-    hidden = set()
+    rest, matrices, optimizers = [p for p in model.parameters() if p.requires_grad], [], []
+    if not rest:
+        raise ValueError("the model has no trainable parameter")
     if c["name"] == "muon":
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         outside = {id(m.weight) for m in embeddings + linears[-1:]}
-        hidden = {id(p) for p in params if p.dim() == 2} - outside
-    matrices = [p for p in params if id(p) in hidden]
-    rest = [p for p in params if id(p) not in hidden]
-    optimizers = []
+        matrices = [p for p in rest if p.dim() == 2 and id(p) not in outside]
+        rest = [p for p in rest if p.dim() != 2 or id(p) in outside]
     if matrices:    # match_rms_adamw: updates the size of AdamW's, so one learning rate serves both
         optimizers.append(torch.optim.Muon(matrices, lr=c["lr"], weight_decay=c["weight_decay"],
                                            adjust_lr_fn="match_rms_adamw"))
     groups = [dict(params=[p for p in rest if p.dim() >= 2], weight_decay=c["weight_decay"]),
               dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
-    groups = [group for group in groups if group["params"]]
-    if groups:
+    if rest:
         options = dict(lr=c["lr"], betas=c["betas"], eps=c["eps"])
         try:
             optimizers.append(torch.optim.AdamW(groups, **options, fused=c["fused"] or None))
         except RuntimeError:    # no fused kernel for this device or dtype
             optimizers.append(torch.optim.AdamW(groups, **options))
-    if not optimizers:
-        raise ValueError("the model has no trainable parameter")
     return optimizers
 
 
@@ -1386,12 +1379,11 @@ def load_checkpoint(config: dict, check=True) -> tuple[Path, dict]:
     """(path, state) of a run's newest checkpoint that is whole, or of its best one with run.best.
     Says which are damaged."""
     folder, best = run_folder(config), config["run"]["best"]
-    for path in [folder / "best.pt"] if best else checkpoints(folder):
+    for path in folder.glob("best.pt") if best else checkpoints(folder):
         try:
-            if path.exists():
-                return path, read_checkpoint(path, check)
+            return path, read_checkpoint(path, check)
         except ValueError as e:
-            say(f"notice   {e}; {'it cannot be used' if best else 'trying the one before'}")
+            say(f"notice   {e}")
     raise FileNotFoundError(f"no usable {'best.pt' if best else 'checkpoint'} in {folder}: name "
                             f"the run with --name, or train without --resume")
 
@@ -1445,18 +1437,27 @@ def set_random_state(state: dict) -> None:
     random.setstate(state["python"])
 
 
-def forget_after(folder: Path, step: int):
-    """Drop the lines of metrics.jsonl that later steps will write again, and what a kill has cut
-    off; add a line that says where the run goes on."""
-    path, kept = folder / "metrics.jsonl", []
+def read_events(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl. One that is damaged, cut off by a kill, or just being written
+    is left out."""
+    found = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, AttributeError, TypeError):
-            if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
-                kept.append(line)
-    event = {"event": "resume", "step": step, "path": f"step_{step:012d}.pt"}
-    kept.append(json.dumps(event) + "\n")
-    write_atomically(path, lambda f: f.write("".join(kept).encode()))
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("step"), int):
+                found.append(event)
+    return found
+
+
+def forget_after(folder: Path, step: int):
+    """Drop the lines of metrics.jsonl that later steps will write again, and add one that says
+    where the run goes on."""
+    path = folder / "metrics.jsonl"
+    kept = [event for event in read_events(path) if event["step"] <= step]
+    kept.append({"event": "resume", "step": step, "path": f"step_{step:012d}.pt"})
+    lines = "".join(json.dumps(event) + "\n" for event in kept)
+    write_atomically(path, lambda f: f.write(lines.encode()))
 
 # ---- watching: a picture, TensorBoard, a bar
 
@@ -1507,18 +1508,10 @@ def curve(points) -> np.ndarray:
 
 
 def read_curves(path: Path) -> dict:
-    """What draw() takes of a run, out of its metrics.jsonl. A line that is damaged, or cut off
-    because the run is writing it, is left out."""
-    curves = {"train": [], "val": [], "lr": []}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            event = json.loads(line)
-            if event["event"] == "step":
-                curves["train"].append((event["step"], event["loss"]))
-                curves["lr"].append((event["step"], event["lr"]))
-            elif event["event"] == "eval":
-                curves["val"].append((event["step"], event["val_loss"]))
-    return curves
+    """What draw() takes of a run, out of its metrics.jsonl."""
+    keys = {"train": "loss", "val": "val_loss", "lr": "lr"}
+    return {name: [(event["step"], event[key]) for event in read_events(path) if key in event]
+            for name, key in keys.items()}
 
 
 def plot(config: dict) -> Path:
@@ -1526,19 +1519,19 @@ def plot(config: dict) -> Path:
     in run.output_dir. The nodes of a swarm below runs/<name>/ are several runs too. It only reads
     the runs, which may be going on."""
     root, node = Path(config["run"]["output_dir"]), config["distributed"]["node_id"]
+    files = [*root.glob("*/metrics.jsonl"), *root.glob("*/*/metrics.jsonl")]
+    there = sorted(f.parent for f in files)
     names = [name.strip() for name in config["run"]["name"].split(",")]
-    folders, files = [root / name / node for name in names if name], []
+    folders, runs = [root / name / node for name in names if name], {}
     for folder in folders:
-        own = folder / "metrics.jsonl"
-        found = [own] if own.exists() else sorted(folder.glob("*/metrics.jsonl"))
+        found = [f for f in there if f == folder] or [f for f in there if f.parent == folder]
         if not found:
-            there = [*root.glob("*/metrics.jsonl"), *root.glob("*/*/metrics.jsonl")]
-            there = ", ".join(sorted(f.parent.relative_to(root).as_posix() for f in there))
-            raise FileNotFoundError(f"--plot: no run in {folder}; there are: {there or 'none'}")
-        files += found
-    runs = {f.parent.relative_to(root).as_posix(): read_curves(f) for f in files}
+            names = ", ".join(f.relative_to(root).as_posix() for f in there)
+            raise FileNotFoundError(f"--plot: no run in {folder}; there are: {names or 'none'}")
+        for f in found:
+            runs[f.relative_to(root).as_posix()] = read_curves(f / "metrics.jsonl")
     if not any(run["train"] or run["val"] for run in runs.values()):
-        raise ValueError(f"--plot: no loss to draw yet in {', '.join(map(str, files))}")
+        raise ValueError(f"--plot: no loss to draw yet in {', '.join(runs)}")
     path = (folders[0] if len(folders) == 1 else root) / "loss.svg"
     path.write_text(draw(runs), encoding="utf-8")
     return path
