@@ -863,33 +863,32 @@ def test_registry(tmp_path, monkeypatch):
 # An export has the tokenizer's files, and a token that fills up a batch.
 
 
+def put(folder, contents):
+    """Write {name: text or bytes} below a folder."""
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 1000, 4097])
 def test_a_permutation_permutes(n):
     a, b = ([trainer_module.permute(i, n, key) for i in range(n)] for key in (1, 2))
     assert sorted(a) == sorted(b) == list(range(n)) and (n < 10 or a != b)
 
 
-def windows(tmp_path, tokens, *flags, dtype=np.uint16, name="data.bin"):
-    (tmp_path / name).write_bytes(np.asarray(tokens, dtype).tobytes())
-    return build_data(
-        tiny(tmp_path, f"--data.path={tmp_path / name}", "--vocab-size=65536", *flags))
-
-
 def test_an_epoch_sees_all_and_nodes_differ_and_validation_is_disjoint(tmp_path):
-    tokens = np.arange(5000)
-    train, val = windows(tmp_path, tokens)
+    np.arange(5000, dtype=np.uint16).tofile(tmp_path / "data.bin")
+    flags = [f"--data.path={tmp_path}/data.bin", "--vocab-size=65536"]
+    (train, val), (again, _), (other, _) = (
+        build_data(tiny(tmp_path, *flags, *more)) for more in ([], [], ["--node-id=b"]))
     ids = torch.stack([train[i]["input_ids"] for i in range(len(train))])
-    assert (len(train) == 4499 // 16
-            and torch.equal(train[7]["input_ids"][1:], train[7]["labels"][:-1]))
+    assert len(train) == 4499 // 16
+    assert torch.equal(train[7]["input_ids"][1:], train[7]["labels"][:-1])
     assert len(ids.unique()) > 0.99 * 4500 and ids.max() < 4500
     assert min(val[i]["input_ids"].min() for i in range(len(val))) >= 4500
-    again, _ = windows(tmp_path, tokens)
-    other, _ = windows(tmp_path, tokens, "--node-id=b")
     assert all(torch.equal(train[i]["labels"], again[i]["labels"]) for i in (0, 3, 1000, 10**9))
     assert sum(torch.equal(train[i]["labels"], other[i]["labels"]) for i in range(50)) < 10
-    first, second = ([tuple(train[i]["labels"].tolist())
-                      for i in range(e * len(train), (e + 1) * len(train))] for e in (0, 1))
-    assert first != second
+    assert not torch.equal(ids[0], train[len(train)]["input_ids"]), "another epoch, another order"
 
 
 def text_of(path):
@@ -906,18 +905,13 @@ def opened(path, *flags):
 
 def test_token_files(tmp_path):
     tokens = np.arange(2000) % 250
-    for name, content in [
-        ("nanogpt.bin", tokens.astype("<u2").tobytes()),
-        ("gpt2.bin", np.array([20240520, 1, 2000] + [0] * 253, "<i4").tobytes()
-         + tokens.astype("<u2").tobytes()),
-        ("pickle.bin", np.append(np.uint16(0x280), tokens[1:]).astype("<u2").tobytes()),
-        ("llama3.bin", np.array([20240801, 7, 2000] + [0] * 253, "<i4").tobytes()
-         + tokens.astype("<u4").tobytes()),
-    ]:
-        (tmp_path / name).write_bytes(content)
-        # the first bytes of a token file may be those of anything
-        first = 0x280 if name == "pickle.bin" else 0
-        assert np.array_equal(opened(tmp_path / name), [first, *tokens[1:]]), name
+    odd = np.append(0x280, tokens[1:])      # the first bytes may be those of anything: of a pickle
+    for name, values, dtype, header in [
+            ("nanogpt.bin", tokens, "<u2", []), ("odd.bin", odd, "<u2", []),
+            ("gpt2.bin", tokens, "<u2", [20240520, 1, 2000] + [0] * 253),
+            ("llama3.bin", tokens, "<u4", [20240801, 7, 2000] + [0] * 253)]:
+        put(tmp_path, {name: np.array(header, "<i4").tobytes() + values.astype(dtype).tobytes()})
+        assert np.array_equal(opened(tmp_path / name), values), name
     np.save(tmp_path / "t.npy", tokens.astype(np.int32))
     assert np.array_equal(opened(tmp_path / "t.npy"), tokens)
     # uint16 cannot hold 109097, which would be read as 43561, 1
@@ -929,56 +923,46 @@ def test_token_files(tmp_path):
 DOCS = ["Es war einmal\nein K\u00f6nig.\n", "a, \"b\"\r\n\r\nc", "x" * 3000, "\u4f60 \U0001f600"]
 
 
-def document_files(folder):
-    """The same four documents in each kind of file, with rows without a text between them."""
+def test_documents_of_every_kind_of_file_with_and_without_a_tokenizer(tmp_path, monkeypatch):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
+    # the same four documents in each, with rows without a text between them
     rows = [{"id": i, "text": text} for i, text in enumerate([DOCS[0], None, *DOCS[1:], ""])]
-    lines = "\ufeff" + "\n\n".join(json.dumps(row) for row in rows)
-    (folder / "a.jsonl").write_bytes(lines.encode())
-    (folder / "a.ndjson").write_bytes(lines.encode())
-    (folder / "a.JSONL.gz").write_bytes(gzip.compress(lines.encode()))
-    parquet.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=2)
-    return ["a.jsonl", "a.ndjson", "a.JSONL.gz", "a.parquet"]
-
-
-def test_documents_of_every_kind_of_file_with_and_without_a_tokenizer(tmp_path, monkeypatch):
+    lines = ("\ufeff" + "\n\n".join(json.dumps(row) for row in rows)).encode()
+    files = {"a.jsonl": lines, "a.ndjson": lines, "a.JSONL.gz": gzip.compress(lines)}
+    put(tmp_path, files)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     tokenizer_of(tmp_path / "t")
     text = text_of(tmp_path / "t")
     whole = [i for document in DOCS for i in [*text.encode(document), text.eos]]
     want = b"".join(text.encode() + b"\n\n" for text in DOCS)
     for block in (trainer_module.BLOCK, 7):
         monkeypatch.setattr(trainer_module, "BLOCK", block)
-        for name in document_files(tmp_path):
+        for name in [*files, "a.parquet"]:
             assert bytes(opened(tmp_path / name)) == want, name
             assert opened(tmp_path / name, f"--data.tokenizer={tmp_path}/t").tolist() == whole
+            shutil.rmtree(tmp_path / "tokens")      # with the other size they are made again
     # plain text: as it is, one file after another
-    folder = tmp_path / "folder/deep"
-    folder.mkdir(parents=True)
-    (folder / "b.txt").write_text("World\n")
-    (folder.parent / "a.txt").write_text("Hello ")
-    (folder / "empty.txt").write_text("")
-    (folder / "c.md.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf# packed"))
-    for path in (folder.parent, f"{tmp_path}/folder/**/*.txt"):
+    put(tmp_path / "d", {"a.txt": "Hello ", "deep/b.txt": "World\n", "deep/empty.txt": "",
+                         "deep/c.md.gz": gzip.compress(b"\xef\xbb\xbf# packed")})
+    for path in (tmp_path / "d", f"{tmp_path}/d/**/*.txt"):
         assert bytes(opened(path)).endswith(b"Hello World\n")
-    assert bytes(opened(folder)) == b"# packed\n\nWorld\n"
-    (tmp_path / "body.jsonl").write_text('{"body": "only this"}\n')
+    assert bytes(opened(tmp_path / "d/deep")) == b"# packed\n\nWorld\n"
+    put(tmp_path, {"body.jsonl": '{"body": "only this"}\n'})
     assert bytes(opened(tmp_path / "body.jsonl", "--data.text-column=body")) == b"only this\n\n"
 
 
 def test_memory_stays_bounded(tmp_path):
     line = json.dumps({"text": "spam and eggs " * 200})
     for name, end in (("a.jsonl.gz", "\n"), ("one_line.txt.gz", "")):
-        with gzip.open(tmp_path / name, "wt", compresslevel=1) as f:
-            for _ in range(10_000):
-                f.write(line + end)
-        config = tiny(tmp_path, f"--data.path={tmp_path / name}", "--vocab-size=256")
+        put(tmp_path, {name: gzip.compress((line + end).encode() * 10_000, 1)})     # 28 MB
         tracemalloc.start()
-        trainer_module.open_tokens(config, "path", trainer_module.Text(config))
+        opened_length = len(build_data(tiny(tmp_path, f"--data.path={tmp_path / name}",
+                                            "--vocab-size=256"))[0])
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        # 28 MB of text; most of what is there is a block of it in three forms
-        assert most < 12e6, (name, most)
+        # most of what is there is a block of it in three forms
+        assert opened_length > 1e6 and most < 12e6, (name, most)
 
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(300)
@@ -1000,8 +984,7 @@ TEXT = "The quick brown fox jumps over the lazy dog.\n" * 90
     ("a.npz", b"PK\x03\x04" + bytes(300), "a zip archive"),
     ("a.bin", b"PK\x03\x04" + bytes(300), "a zip archive, as are PyTorch's weights"),
     ("a.tar", b"a".ljust(257, b"\0") + b"ustar\x0000", "byte 1 is zero"),
-    ("a.pdf", b"%PDF-1.7\n", "a PDF"),
-    ("a.pkl", b"\x80\x04\x95", "a Python pickle"),
+    ("a.pdf", b"%PDF-1.7\n", "a PDF"), ("a.pkl", b"\x80\x04\x95", "a Python pickle"),
     ("m.safetensors", struct.pack("<Q", 60) + b'{"w":', "a file of model weights"),
     ("a.parquet", TEXT.encode(), "a.parquet, row 1: Parquet magic"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "cut\n', "a.jsonl, row 2: no JSON object"),
@@ -1014,54 +997,49 @@ TEXT = "The quick brown fox jumps over the lazy dog.\n" * 90
     ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}', "row 2: no JSON object in UTF-8"),
     ("a.csv", b"id,text\n1,x\n", 'a.csv: convert it to .jsonl, one {"text": ...} a line'),
     ("a.tsv.gz", gzip.compress(b"text\nx\n"), "a.tsv.gz: convert it"),
-    ("a.jsonl", b'{"text": null}\n{"text": ""}', "is empty"), ("a.jsonl", b"\n", "is empty"),
-])
+    ("a.jsonl", b'{"text": null}\n{"text": ""}', "is empty"), ("a.jsonl", b"\n", "is empty")])
 def test_what_is_no_text_is_refused_by_name(tmp_path, name, content, says):
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / name).write_bytes(content)
-    (tmp_path / "d/0.txt").write_text("")       # the folder is refused for one file, too
+    put(tmp_path / "d", {name: content, "0.txt": ""})   # the folder is refused for one file, too
     tokenizer_of(tmp_path / "t")
     for path in (f"{tmp_path}/d/{name}", f"{tmp_path}/d"):
-        for more in ("", f"--data.tokenizer={tmp_path}/t"):
+        for more in ([], [f"--data.tokenizer={tmp_path}/t"]):
             with pytest.raises(ValueError) as e:
-                opened(path, *([more] if more else []))
+                opened(path, *more)
             assert says in str(e.value) and "\n" not in str(e.value), e.value
-            assert name in str(e.value) or "is empty" in says
-    assert not list((tmp_path / "tokens").glob("*.npy")) or "is empty" in says
+            assert name in str(e.value) or says == "is empty"
+    assert says == "is empty" or not list((tmp_path / "tokens").glob("*.npy"))
 
 
 def test_parquet_has_its_refusals(tmp_path, monkeypatch):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
+    path = tmp_path / "a.parquet"
     for name, column, says in [("body", ["x"], "no column 'text'; there are body"),
                                ("text", [1, 2], "row 1: 'text' is of type int, not text"),
                                ("text", [b"x"], "row 1: 'text' is of type bytes, not text"),
                                ("text", [{"en": "x"}], "row 1: 'text' is of type dict, not text")]:
-        parquet.write_table(pa.table({name: column}), tmp_path / "a.parquet")
+        parquet.write_table(pa.table({name: column}), path)
         with pytest.raises(ValueError, match=re.escape(says)):
-            opened(tmp_path / "a.parquet")
-    content = (tmp_path / "a.parquet").read_bytes()
-    (tmp_path / "a.parquet").write_bytes(content[:4] + b"\xff" * 40 + content[44:])
+            opened(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:4] + b"\xff" * 40 + content[44:])
     with pytest.raises(ValueError, match="a.parquet, row 1: "):
-        opened(tmp_path / "a.parquet", "--data.text-column=text")
+        opened(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match="a.parquet, row 1: this needs a package: pip install"):
-        opened(tmp_path / "a.parquet")
+        opened(path)
 
 
-def names_of(path, key="path", **run):
-    config = load_config([f"--data.{key}={path}"])
-    config["run"].update(run)
-    return list(trainer_module.find_files(config, key))
+def names_of(path):
+    return list(trainer_module.find_files(load_config([f"--data.path={path}"]), "path"))
 
 
 def test_paths_as_people_write_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("texts [v2]/a.txt", "texts [v2]/b.md", "texts [v2]/deep/c.txt", "odd [1].txt",
-                 "odd 1.txt", "d/.git/x", "d/.hidden", "d/__pycache__/x.pyc", "d/a.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
+    put(tmp_path, dict.fromkeys((
+        "texts [v2]/a.txt", "texts [v2]/b.md", "texts [v2]/deep/c.txt", "odd [1].txt", "odd 1.txt",
+        "d/.git/x", "d/.hidden", "d/__pycache__/x.pyc", "d/a.txt"), "text"))
     for path, names in [
             ("texts [v2]", ["a.txt", "b.md", "deep/c.txt"]), ("texts [v2]/*.txt", ["a.txt"]),
             ("texts [v2]/**", ["a.txt", "b.md", "deep/c.txt"]), ("d", ["a.txt"]),
@@ -1077,16 +1055,12 @@ def test_paths_as_people_write_them(tmp_path, monkeypatch):
 
 
 def test_links_are_followed_once_and_the_runs_own_folder_is_no_data(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("elsewhere/far.txt", "data/near.txt", "data/runs/old/step.pt", "data/out/x.bin",
-                 "data/hub/x.json"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    for link, to in [("linked", "../elsewhere"), ("loop", "."), ("up", "../data"),
-                     ("b", "near.txt"), ("itself", "itself"), ("gone", "nowhere")]:
+    put(tmp_path, dict.fromkeys(("elsewhere/far.txt", "data/near.txt", "data/runs/old/step.pt",
+                                 "data/out/x.bin", "data/hub/x.json"), "text"))
+    for link, to in {"linked": "../elsewhere", "loop": ".", "up": "../data", "b": "near.txt",
+                     "itself": "itself", "gone": "nowhere", "z": "linked",
+                     "z.txt": "../elsewhere/far.txt"}.items():
         (tmp_path / "data" / link).symlink_to(to)
-    (tmp_path / "data/z").symlink_to("linked")
-    (tmp_path / "data/z.txt").symlink_to("../elsewhere/far.txt")
     monkeypatch.chdir(tmp_path / "data")
     for path in (".", "**", "**/*.txt", f"{tmp_path}/data"):
         config = load_config([f"--data.path={path}", "--hub=./hub", "--export=out"])
@@ -1095,68 +1069,58 @@ def test_links_are_followed_once_and_the_runs_own_folder_is_no_data(tmp_path, mo
     assert names_of("runs/old") == ["step.pt"], "who asks for it gets it"
 
 
-def test_a_run_reads_its_folder_again_and_finds_the_same_data(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-    for name in ("one", "two"):
-        assert train.main(["--config=smoke", "--data.path=.", "--max-steps=1", f"--name={name}",
-                           "--eval-batches=1", "--device=cpu"]) is None
-        assert ("data     . | files: 1 jsonl, 1 text | documents: 2 | bytes: 8,102 | "
-                "the last tenth is held out\n") in capsys.readouterr().out
-
-
-def test_the_data_line(tmp_path, capsys):
+def test_the_data_line(tmp_path, monkeypatch, capsys):
     tokenizer_of(tmp_path / "t")
-    (tmp_path / "a.txt").write_text(TEXT)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n")
-    np.zeros(500, "<u2").tofile(tmp_path / "c.bin")
+    put(tmp_path, {"a.txt": TEXT, "b.jsonl": json.dumps({"text": "word " * 200}) + "\n",
+                   "c.bin": bytes(1000), "d/a.txt": TEXT,
+                   "d/b.jsonl": json.dumps({"text": TEXT}) + "\n"})
+    monkeypatch.chdir(tmp_path / "d")
     token = f"--data.tokenizer={tmp_path}/t"
     n = len(text_of(tmp_path / "t").encode(TEXT)) + 1
 
     def line(*flags):
-        build_data(tiny(tmp_path, "--vocab-size=256", *flags))
+        build_data(tiny("runs", "--vocab-size=256", *flags))
         (said,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("data ")]
-        return said.replace(str(tmp_path), "D")
+        return said[9:].replace(str(tmp_path), "D")
     end = " | the last tenth is held out"
     assert line(f"--data.path={tmp_path}/a.txt") == (
-        "data     D/a.txt | files: 1 text | documents: 1 | bytes: 4,050" + end)
+        "D/a.txt | files: 1 text | documents: 1 | bytes: 4,050" + end)
     assert line(f"--data.path={tmp_path}/a.txt", token) == (
-        f"data     D/a.txt | files: 1 text | documents: 1 | bytes: 4,050, {4050 / n:.2f} per token"
+        f"D/a.txt | files: 1 text | documents: 1 | bytes: 4,050, {4050 / n:.2f} per token"
         f" | tokens: {n:,}" + end)
     assert line(f"--data.path={tmp_path}/c.bin", f"--val-path={tmp_path}/b.jsonl") == (
-        "data     D/c.bin | files: 1 token | tokens: 500 | validation: D/b.jsonl | "
+        "D/c.bin | files: 1 token | tokens: 500 | validation: D/b.jsonl | "
         "files: 1 jsonl | documents: 1 | bytes: 1,002")
-    assert line() == "data     synthetic | endless" + end
-    assert re.fullmatch(r"data     stdlib \| files: [\d,]+ text \| documents: [\d,]+ \| "
-                        r"bytes: [\d,]+" + re.escape(end),
-                        line("--data.path=stdlib"))
+    assert line() == "synthetic | endless" + end
+    assert re.fullmatch(r"stdlib \| files: [\d,]+ text \| documents: [\d,]+ \| bytes: [\d,]+"
+                        + re.escape(end), line("--data.path=stdlib"))
+    for _ in range(2):      # what a run writes into the folder is not read the next time
+        assert line("--data.path=.") == (
+            ". | files: 1 jsonl, 1 text | documents: 2 | bytes: 8,102" + end)
+    assert list(Path("runs/tokens").glob("*.npy"))
 
 
 def test_data_that_changed_is_named(tmp_path):
-    def print_of(size, *flags, name="a.txt"):
-        (tmp_path / "d").mkdir(exist_ok=True)
-        (tmp_path / "d/b.txt").unlink(missing_ok=True)
-        (tmp_path / "d" / name).write_text("x" * size)
-        train, _ = build_data(tiny(tmp_path, f"--data.path={tmp_path}/d", "--vocab-size=256",
-                                   *flags))
-        return train.fingerprint
-    before, change = print_of(1000), trainer_module.data_change
+    def print_of(files, *flags):
+        shutil.rmtree(tmp_path / "d", ignore_errors=True)
+        put(tmp_path / "d", files)
+        flags = [f"--data.path={tmp_path}/d", "--vocab-size=256", *flags]
+        return build_data(tiny(tmp_path, *flags))[0].fingerprint
+    change, text = trainer_module.data_change, "x" * 1000
+    before = print_of({"a.txt": text})
     assert before == {"tokens": 1000, "first": 0, "windows": 899 // 16, "files": before["files"]}
-    assert json.loads(json.dumps(before)) == before and change(before, print_of(1000)) == ""
-    assert re.fullmatch(r"the data has changed \(tokens 1000 -> 2000, windows 56 -> 112, files .*\): "
-                        "the order of the windows is a new one from here on",
-                        change(before, print_of(2000)))
-    assert "(windows 56 -> 31)" in change(before, print_of(1000, "--block-size=29"))
-    (tmp_path / "d/a.txt").write_text("x" * 500)
-    assert "changed (files " in change(before, print_of(500, name="b.txt"))
+    assert json.loads(json.dumps(before)) == before
+    assert change(before, print_of({"a.txt": text})) == ""
+    assert re.fullmatch(r"the data has changed \(tokens 1000 -> 2000, windows 56 -> 112, files .*"
+                        r"\): the order of the windows is a new one from here on",
+                        change(before, print_of({"a.txt": text * 2})))
+    assert "(windows 56 -> 31)" in change(before, print_of({"a.txt": text}, "--block-size=29"))
+    assert "changed (files " in change(before, print_of({"a.txt": "x" * 500, "b.txt": "x" * 500}))
     assert change({}, before) == "" == change(None, before)
-    # the folder may have moved
-    (tmp_path / "d/b.txt").unlink()
-    (tmp_path / "d/a.txt").write_text("x" * 1000)
-    (tmp_path / "d").rename(tmp_path / "moved")
-    train, _ = build_data(tiny(tmp_path, f"--data.path={tmp_path}/moved", "--vocab-size=256"))
-    assert train.fingerprint == before
+    print_of({"a.txt": text})
+    (tmp_path / "d").rename(tmp_path / "moved")     # the folder may have moved
+    config = tiny(tmp_path, f"--data.path={tmp_path}/moved", "--vocab-size=256")
+    assert build_data(config)[0].fingerprint == before
 
 
 def test_a_dataset_repo_is_read_by_its_data_files_and_its_train_split():
@@ -1182,36 +1146,30 @@ def test_a_dataset_repo_is_read_by_its_data_files_and_its_train_split():
 
 def test_a_dataset_repo_end_to_end_with_a_stand_in_for_the_hub(tmp_path, monkeypatch, capsys):
     import huggingface_hub
-    repo = tmp_path / "repo"
-    rows = '{"text": "train me, too"}\n' * 40
-    for name, text in {"README.md": "# card", "t.bin": "abcd", "data/train.jsonl": rows,
-                       "data/test.jsonl": '{"text": "test"}\n' * 40}.items():
-        (repo / name).parent.mkdir(parents=True, exist_ok=True)
-        (repo / name).write_text(text)
-    top = "datasets/user/name"
+    repo, top = tmp_path / "repo", "datasets/user/name"
+    put(repo, {"README.md": "# card", "t.bin": "abcd",
+               "data/train.jsonl": '{"text": "train me, too"}\n' * 40,
+               "data/test.jsonl": '{"text": "test"}\n' * 40})
 
     class Files:
         """What is used of HfFileSystem, over a folder."""
         def local(self, path):
-            return repo / path.removeprefix("hf://").removeprefix(top).lstrip("/")
+            return path.removeprefix("hf://").removeprefix(top).lstrip("/")
 
         def isdir(self, path):
             if "/gone" in path:
                 raise OSError("Repository Not Found\nfor url: https://...")
-            return self.local(path).is_dir()
+            return (repo / self.local(path)).is_dir()
 
         def find(self, path):
-            return [f"{top}/{f.relative_to(repo)}" for f in self.local(path).rglob("*.*")
-                    if f.is_file()]
+            return self.glob(f"{path}/**/*.*")
 
         def glob(self, path):
-            return [f"{top}/{f.relative_to(repo)}" for f in repo.glob(
-                str(self.local(path).relative_to(repo)))]
+            return [f"{top}/{f.relative_to(repo)}" for f in repo.glob(self.local(path))]
 
         def resolve_path(self, path):
-            return types.SimpleNamespace(
-                repo_id="user/name", repo_type="dataset", revision="main",
-                path_in_repo=self.local(path).relative_to(repo).as_posix().strip("."))
+            return types.SimpleNamespace(repo_id="user/name", repo_type="dataset", revision="main",
+                                         path_in_repo=self.local(path))
     monkeypatch.setattr(huggingface_hub, "HfFileSystem", Files)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download",
                         lambda repo_id, path, repo_type, revision: str(repo / path))
@@ -1225,7 +1183,7 @@ def test_a_dataset_repo_end_to_end_with_a_stand_in_for_the_hub(tmp_path, monkeyp
     for path, names in [(f"hf://{top}/data/test.jsonl", ["data/test.jsonl"]),
                         (f"hf://{top}/data/*", ["data/test.jsonl", "data/train.jsonl"]),
                         (f"hf://{top}/data", ["train.jsonl"])]:
-        assert names_of(path) == names
+        assert sorted(names_of(path)) == names
     for path, says in [("hf://datasets/user/gone", "cannot be read: Repository Not Found for"),
                        (f"hf://{top}/no.txt", "nothing there")]:
         with pytest.raises(OSError, match=says) as e:
@@ -1233,45 +1191,30 @@ def test_a_dataset_repo_end_to_end_with_a_stand_in_for_the_hub(tmp_path, monkeyp
         assert "\n" not in str(e.value)
 
 
-def test_user_datasets_and_loaders(tmp_path):
+def test_a_users_dataset_is_seen_once_an_epoch(tmp_path):
     config = tiny(tmp_path, "--micro-batch-size=2", "--target-batch-size=4")
-    data = [(torch.full((4,), i), torch.full((4,), i)) for i in range(7)]
-    def take(source, position):
-        return [b["input_ids"] for b, _ in zip(
-            trainer_module.batches(source, config, position), range(9))]
-
-    class Mine(torch.utils.data.Dataset):
-        def __len__(self):
-            return 7
-
-        def __getitem__(self, i):
-            return data[i]
-    for source in (Mine(), torch.utils.data.DataLoader(Mine(), batch_size=2)):
-        whole, late = take(source, 0), take(source, 6)
-        assert all(torch.equal(a, b) for a, b in zip(whole[3:], late))
-    seen = torch.cat([b[:, 0] for b in take(Mine(), 0)])[:14]
-    assert sorted(seen[:7].tolist()) == sorted(seen[7:].tolist()) == list(range(7))
+    found = trainer_module.batches([torch.full((4,), i) for i in range(7)], config, 0)
+    seen = [int(row[0]) for batch, _ in zip(found, range(7)) for row in batch["input_ids"]]
+    assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7)) and seen[:7] != seen[7:]
 
 
 def test_validation_files_are_left_out_of_training_and_hidden_ones_are_not_read(tmp_path):
-    (tmp_path / "d/.git").mkdir(parents=True)
-    for name, text in (("a.txt", "a" * 500), ("val.txt", "v" * 500), (".git/x", "x" * 500)):
-        (tmp_path / "d" / name).write_text(text)
+    put(tmp_path, {"d/a.txt": "a" * 500, "d/val.txt": "v" * 500, "d/.git/x": "x" * 500,
+                   "short.txt": "short"})
     flags = [f"--data.path={tmp_path}/d", "--vocab-size=256"]
     train, val = build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/d/val.txt"))
     assert {int(i) for k in range(40) for i in train[k]["input_ids"]} == {ord("a")}
     assert {int(i) for i in val[0]["input_ids"]} == {ord("v")}
-    with pytest.raises(ValueError, match="data.path=.*is empty, validation data left out"):
-        build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/d"))
-    (tmp_path / "short.txt").write_text("short")
-    with pytest.raises(ValueError, match="data.val_path=.*too short"):
-        build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/short.txt"))
+    for path, says in [("d", "data.path=.*is empty, validation data left out"),
+                       ("short.txt", "data.val_path=.*too short")]:
+        with pytest.raises(ValueError, match=says):
+            build_data(tiny(tmp_path, *flags, f"--val-path={tmp_path}/{path}"))
 
 
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
           r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-O200K = LLAMA3.replace(r"[\r\n]*|", r"[\r\n/]*|")
+PATTERNS = {"llama3": LLAMA3, "o200k": LLAMA3.replace(r"[\r\n]*|", r"[\r\n/]*|"),
+            "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"}
 TEXTS = ["The cat's  hat\n\n  sat, didn't it?\r\n\r\nIt'S 12345 67!!\n/path \n\n\n\tx = [1,\n"
          " [2]]  \n",
          "na\u00efve caf\u00e9 \u4f60\u597d\uff0c\u4e16\u754c \U0001f600\U0001f469\u200d\U0001f680 "
@@ -1280,38 +1223,35 @@ TEXTS = ["The cat's  hat\n\n  sat, didn't it?\r\n\r\nIt'S 12345 67!!\n/path \n\n
          " \n \n\n  x\n"]
 
 
-def tokenizer_of(folder, kind="gpt2", vocab_size=400):
+def tokenizer_of(folder, kind="gpt2", vocab_size=400, special=("<|endoftext|>",)):
     """A small tokenizer.json, trained here, of the family `kind`."""
     t = pytest.importorskip("tokenizers")
     words = [w for text in TEXTS for w in text.split("\n")] + ["the the cat cat  sat sat"] * 9
-    if kind in ("llama2", "metaspace"):     # no pattern, spaces are letters, the rest in bytes
-        tokenizer = t.Tokenizer(t.models.BPE(byte_fallback=True, unk_token="<unk>"))
-        tokenizer.normalizer = t.normalizers.Replace(" ", "\u2581")
-        special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-        tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first")
-        alphabet = []
-    else:
+    if kind in PATTERNS:
         tokenizer = t.Tokenizer(t.models.BPE())
         byte_level = t.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        pattern = {"gpt2": GPT2, "llama3": LLAMA3, "o200k": O200K}[kind]
         tokenizer.pre_tokenizer = t.pre_tokenizers.Sequence(
-            [t.pre_tokenizers.Split(t.Regex(pattern), "isolated"), byte_level])
+            [t.pre_tokenizers.Split(t.Regex(PATTERNS[kind]), "isolated"), byte_level])
         tokenizer.decoder = t.decoders.ByteLevel()
         tokenizer.post_processor = t.processors.ByteLevel(trim_offsets=kind == "gpt2")
-        special, alphabet = ["<|endoftext|>"], t.pre_tokenizers.ByteLevel.alphabet()
-    corpus = words if kind in ("llama2", "metaspace") else TEXTS * 3 + words
+        corpus, alphabet = TEXTS * 3 + words, t.pre_tokenizers.ByteLevel.alphabet()
+    else:       # no pattern, spaces are letters, the rest in bytes
+        tokenizer = t.Tokenizer(t.models.BPE(byte_fallback=True, unk_token="<unk>"))
+        tokenizer.normalizer = t.normalizers.Replace(" ", "\u2581")
+        tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first")
+        special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+        corpus, alphabet = words, []
     tokenizer.train_from_iterator(corpus, t.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet,
+        vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=alphabet,
         show_progress=False))
-    if kind in ("llama2", "metaspace"):
+    if kind not in PATTERNS:
         tokenizer.decoder = t.decoders.Sequence([
             t.decoders.Replace("\u2581", " "), t.decoders.ByteFallback(), t.decoders.Fuse(),
             t.decoders.Strip(" ", 1, 0)])
+        tokenizer.normalizer = tokenizer.pre_tokenizer = None
     if kind == "metaspace":     # as newer Llama 2 files have it
-        tokenizer.normalizer = None
         tokenizer.pre_tokenizer = t.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     if kind == "llama2":
-        tokenizer.pre_tokenizer = None
         tokenizer.normalizer = t.normalizers.Sequence(
             [t.normalizers.Prepend("\u2581"), t.normalizers.Replace(" ", "\u2581")])
     tokenizer.enable_truncation(7)      # as some files have it
@@ -1324,7 +1264,7 @@ def tokenizer_of(folder, kind="gpt2", vocab_size=400):
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "o200k", "llama2", "metaspace"])
 def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch, kind):
     vocabulary = text_of(tokenizer_of(tmp_path / "t", kind))
-    tokenizer, size, eos = vocabulary.tokenizer, vocabulary.size, vocabulary.eos
+    tokenizer, eos = vocabulary.tokenizer, vocabulary.eos
     rng, file = random.Random(1), tmp_path / "text.txt"
     pool = [w for text in TEXTS for w in re.findall(r"\S+|\s+", text)]
     pool += ["\n", "\n\n", " ", "word", "\r\n"] * 8
@@ -1335,74 +1275,59 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch, kin
     texts += ["".join(rng.choice(pool) + ("n o" if i % 5 == 0 else "")
                       for i in range(1500)) for _ in range(6)]
 
-    def tokens(text):
+    def tokens(text, piece):
+        monkeypatch.setattr(trainer_module, "PIECE", piece)
+        monkeypatch.setattr(trainer_module, "BLOCK", piece * 3 + 1)
         file.write_bytes(text.encode())
-        blocks = trainer_module.documents(str(file), "text")
-        encoded = trainer_module.encode_blocks(blocks, vocabulary)
-        return sum((list(ids) for ids, _, _ in encoded), [])
+        encoded = trainer_module.encode_blocks(
+            trainer_module.documents(str(file), "text"), vocabulary)
+        return [i for ids, _, _ in encoded for i in ids]
     monkeypatch.setattr(trainer_module, "BATCH", 2000)
-    count = 0
     for text in texts:
         whole = tokenizer.encode(text, add_special_tokens=False).ids
         for piece in (64, 1000):
-            monkeypatch.setattr(trainer_module, "PIECE", piece)
-            monkeypatch.setattr(trainer_module, "BLOCK", piece * 3 + 1)
-            found = tokens(text)
-            assert found == whole + [eos] * (whole[-1] != eos), (piece, text)
-            blocks = trainer_module.documents(str(file), "text")
-            count += sum(1 for _ in trainer_module.pieces(blocks))
-    assert count > 500 and max(whole) < size
+            assert tokens(text, piece) == whole + [eos] * (whole[-1] != eos), (piece, text)
+    assert max(whole) < vocabulary.size
     # no good place for a cut: other tokens, but of the same text
     for text in ("\u4f60\u597d" * 300, "\n" * 300 + " " * 300, "a\tb" * 200):
-        monkeypatch.setattr(trainer_module, "PIECE", 50)
-        found = [i for i in tokens(text) if i != eos]
+        found = [i for i in tokens(text, 50) if i != eos]
         assert tokenizer.decode(found, skip_special_tokens=False) == text
 
 
 def test_a_token_file_is_made_once_for_each_source(tmp_path, capsys):
-    tokenizer_json = tokenizer_of(tmp_path / "t")
+    loaded = text_of(tokenizer_of(tmp_path / "t"))
     docs, made = tmp_path / "docs", tmp_path / "tokens"
-    docs.mkdir()
-    for i, text in enumerate(TEXTS):
-        (docs / f"{i}.txt").write_bytes(text.encode() * 9)
-    (docs / "4.txt").write_text("")
-    (docs / "5.txt").write_text("the end<|endoftext|>")     # it has its separator already
-    made.mkdir()
-    (made / "0123456789abcdef.npy.tmp").write_text("of a process that was killed")
+    put(docs, {f"{i}.txt": text * 9 for i, text in enumerate(TEXTS)})
+    put(docs, {"4.txt": "", "5.txt": "the end<|endoftext|>"})   # it has its separator already
+    put(made, {"0123456789abcdef.npy.tmp": "of a process that was killed"})
 
     def build(*flags):
         config = tiny(tmp_path, f"--data.path={docs}", f"--data.tokenizer={tmp_path}/t", *flags)
         train, _ = build_data(config)
         return config, train, capsys.readouterr().out
     config, train, out = build()
-    loaded = text_of(tokenizer_json)
     assert config["model"]["vocab_size"] == train.vocab_size == loaded.size > 256
     (file,) = made.glob("*.npy")
     assert sorted(p.name for p in made.iterdir()) == [f".{file.stem}.json", ".lock", file.name]
     ids, size = np.load(file), sum(p.stat().st_size for p in docs.iterdir())
-    assert ids.dtype == np.uint16
-    assert (f"files: 5 text | documents: 5 | bytes: {size:,}, {size / len(ids):.2f} per token | "
-            f"tokens: {len(ids):,}") in out
+    assert ids.dtype == np.uint16 and train.bytes_per_token == size / len(ids)
     assert loaded.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == "<|endoftext|>".join(
         p.read_bytes().decode() for p in sorted(docs.iterdir()) if p.stat().st_size)
-    assert train.bytes_per_token == size / len(ids)
     before = file.stat().st_mtime_ns
     config, _, out = build("--vocab-size=512")
     assert "from before" in out and file.stat().st_mtime_ns == before
     assert config["model"]["vocab_size"] == 512     # padding is allowed
-    (docs / "0.txt").write_text("something else entirely\n" * 20)
+    put(docs, {"0.txt": "something else entirely\n" * 20})
     assert "from before" not in build()[2] and len(list(made.glob("*.npy"))) == 2
     # what is tokens already stays as it is; then bytes per token are not known
     np.save(docs / "ready.npy", np.full(50, 7))
     _, train, _ = build()
     assert train.source.read(len(train.source) - 50, 50).tolist() == [7] * 50
     assert train.bytes_per_token is None
-    train, _ = build_data(tiny(tmp_path, f"--data.path={docs}", f"--data.tokenizer={tmp_path}/t",
-                               f"--val-path={docs}/0.txt"))
-    assert str(docs / "0.txt") not in train.source.paths
+    assert str(docs / "0.txt") not in build(f"--val-path={docs}/0.txt")[1].source.paths
     # a tokenizer's settings name the token that ends a text; that is another token file
     number = len(list(made.glob("*.npy")))
-    (tmp_path / "t/tokenizer_config.json").write_text('{"eos_token": {"content": "the"}}')
+    put(tmp_path / "t", {"tokenizer_config.json": '{"eos_token": {"content": "the"}}'})
     assert text_of(tmp_path / "t").special == {"eos_token": "the"}
     build()
     assert len(list(made.glob("*.npy"))) == number + 1
@@ -1414,87 +1339,85 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path):
     tokenizer = t.Tokenizer(t.models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = t.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
-    (tmp_path / "a.txt").write_text("one two\n" * 500)
-    config = tiny(tmp_path, f"--data.path={tmp_path}/a.txt",
-                  f"--data.tokenizer={tmp_path}/words.json")
-    train, _ = build_data(config)
-    (file,) = (tmp_path / "tokens").glob("*.npy")
-    assert np.load(file).tolist() == [70000, 3] * 500 and np.load(file).dtype == np.uint32
-    assert config["model"]["vocab_size"] == 70001 and train[0]["input_ids"].max() == 70000
-    text = trainer_module.Text(config)
-    assert text.decode(text.encode("one two")) == "one two"
+    put(tmp_path, {"a.txt": "one two\n" * 500})
+    found = opened(tmp_path / "a.txt", f"--data.tokenizer={tmp_path}/words.json")
+    assert found.tolist() == [70000, 3] * 500 and found.dtype == np.uint32
+    text = text_of(tmp_path / "words.json")
+    assert text.size == 70001 and text.decode(text.encode("one two")) == "one two"
 
 
-def test_a_run_with_a_tokenizer_and_its_refusals(tmp_path, monkeypatch, capfd):
+def test_a_run_with_a_tokenizer(tmp_path, monkeypatch, capfd):
     tokenizer_of(tmp_path / "t")
-    (tmp_path / "bad.json").write_text("{}")
-    (tmp_path / "text.txt").write_text("the cat sat, didn't it?\n" * 4000)
+    put(tmp_path, {"text.txt": "the cat sat, didn't it?\n" * 4000})
     flags = ["--config=smoke", "--data.tokenizer=t", "--data.path=text.txt", "--device=cpu",
              "--eval-every=4", "--num-workers=1"]
     monkeypatch.chdir(tmp_path)
     assert train.main([*flags, "--max-steps=8", "--sample=the cat"]) is None
     out = capfd.readouterr()
     assert not out.err and " per byte" in out.out and "\nthe cat" in out.out
-    line = lines_of(tmp_path / "runs/smoke", "eval")[-1]
+    line, size = lines_of(tmp_path / "runs/smoke", "eval")[-1], text_of("t").size
     assert 0 < line["val_loss_per_byte"] < line["val_loss"] / 2
-    size = text_of("t").size
-    flags.append(f"--vocab-size={size}")
-    assert train.main([*flags, "--max-steps=12", "--resume"]) is None
+    assert train.main([*flags, "--max-steps=12", "--resume", f"--vocab-size={size}"]) is None
     out = capfd.readouterr()
     assert not out.err and "from before" in out.out
     assert lines_of(tmp_path / "runs/smoke", "step")[-1]["step"] == 12
-    assert train.main([*flags, "--max-steps=12", "--resume", "--export=out"]) is None
+    assert train.main([*flags, "--resume", "--export=out"]) is None
     tokenizer = (tmp_path / "t/tokenizer.json").read_bytes()
     assert (tmp_path / "out/tokenizer.json").read_bytes() == tokenizer
     # it starts from there with its own tokenizer, and a swarm's nodes find it on the hub
     shape = model_module.pretrained_config({"init_from": "out", "block_size": 64})
     assert shape["data"]["tokenizer"] == "out" and shape["model"]["vocab_size"] == size > 256
     loop = master_script.prepare(["--config=smoke", "--init-from=out", "--data.path=text.txt",
-                           "--hub=./hub", "--eval-every=0"])
+                                  "--hub=./hub", "--eval-every=0"])
     start = load_file("out/model.safetensors")
     assert all(torch.equal(loop.weights[k], v) for k, v in start.items())
     assert (tmp_path / "hub/tokenizer.json").read_bytes() == tokenizer
     monkeypatch.chdir(tmp_path / "hub")
     node = worker_script.prepare(["--node-id=a", f"--hub={tmp_path}/hub", "--max-steps=1",
-                           f"--data.path={tmp_path}/text.txt"])
+                                  f"--data.path={tmp_path}/text.txt"])
     assert node.config["data"]["tokenizer"] == f"{tmp_path}/hub"
     assert node.config["model"]["vocab_size"] == size
     node.lock.release()
-    monkeypatch.chdir(tmp_path)
-    for flag, says in [("nowhere.json", "no tokenizer.json there"),
-                       ("docs/none", "is no file here, and the Hub"),
-                       ("bad.json", "data.tokenizer=bad.json cannot be used"),
-                       ("t", "pip install tokenizers")]:
-        if flag == "t":
-            monkeypatch.setitem(sys.modules, "tokenizers", None)
-        said = train.main(["--config=smoke", "--name=r", "--data.path=text.txt",
-                           f"--data.tokenizer={flag}"])
-        assert says in said and "\n" not in said
 
-    def limit():  # a write past the limit fails as on a full disk
+
+def limited(size):
+    """For preexec_fn: a write past `size` bytes of a file fails, as on a full disk."""
+    def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    done = run_script([*flags, "--output-dir=full"], tmp_path, preexec_fn=limit)
-    assert (done.returncode == 2 and "cannot write full/tokens" in done.stderr
-            and done.stderr.count("\n") == 1), done.stderr
-    assert [p.name for p in (tmp_path / "full/tokens").iterdir()] == [".lock"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return limit
 
 
-def test_a_tokenizer_with_more_tokens_than_the_embedding_is_named(tmp_path):
+def test_a_tokenizer_has_its_refusals(tmp_path, monkeypatch):
     tokenizer_of(tmp_path / "t")
-    (tmp_path / "a.txt").write_text(TEXT)
-    flags = [f"--data.path={tmp_path}/a.txt", f"--data.tokenizer={tmp_path}/t", "--vocab-size=300"]
-    config, size = tiny(tmp_path, *flags), text_of(tmp_path / "t").size
-    build_data(config)
-    assert config["model"]["vocab_size"] == size > 300
-    for section, key, value in (("model", "init_from", "somewhere"), ("run", "resume", True)):
-        config = tiny(tmp_path, *flags)
+    put(tmp_path, {"text.txt": TEXT, "bad.json": "{}"})
+    monkeypatch.chdir(tmp_path)
+    flags = ["--config=smoke", "--data.path=text.txt"]
+    done = run_script([*flags, "--data.tokenizer=t"], tmp_path, preexec_fn=limited(1000))
+    assert done.returncode == 2 and "cannot write runs/tokens" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [p.name for p in (tmp_path / "runs/tokens").iterdir()] == [".lock"]
+    # the embedding of a new model grows, that of a model that exists does not
+    size = text_of("t").size
+    for section, key, value in (("model", "init_from", ""), ("model", "init_from", "somewhere"),
+                                ("run", "resume", True)):
+        config = tiny(tmp_path, *flags, "--data.tokenizer=t", "--vocab-size=300")
         config[section][key] = value
-        with pytest.raises(ValueError, match=f"has {size} tokens, but .* embedding holds 300"):
+        says = f"has {size} tokens, but .* embedding holds 300"
+        with pytest.raises(ValueError, match=says) if value else contextlib.nullcontext():
             build_data(config)
         config["model"]["vocab_size"] = 512
         build_data(config)
         assert config["model"]["vocab_size"] == 512
+    for name, says in [("nowhere.json", "no tokenizer.json there"),
+                       ("docs/none", "is no file here, and the Hub"),
+                       ("bad.json", "data.tokenizer=bad.json cannot be used"),
+                       ("t", "pip install tokenizers")]:
+        if name == "t":
+            monkeypatch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises((ValueError, OSError), match=says) as e:
+            text_of(name)
+        assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("settings, ids, pad", [
@@ -1502,54 +1425,35 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_named(tmp_path):
     ({"eos_token": None, "pad_token": None}, {"eos_token_id": 0}, "<|endoftext|>"),
     ({"pad_token": "!", "bos_token": {"content": "!"}, "model_max_length": 9000,
       "padding_side": "right", "more": 1}, {"bos_token_id": 1, "eos_token_id": 0}, "!"),
-    ("no special token", {}, "\0")])
+    (None, {}, "\0")])
 def test_what_an_export_needs_of_a_tokenizer(tmp_path, settings, ids, pad):
-    path = tokenizer_of(tmp_path / "t")
-    content = json.loads(path.read_text())
-    if settings == "no special token":
-        content["added_tokens"] = []
-        text = json.dumps(content).replace("<|endoftext|>", "<|other|>")
-        path.write_text(text)
-    else:
-        beside = {"tokenizer_config.json": json.dumps(settings), "chat_template.jinja": "{{ x }}",
-                  "special_tokens_map.json": "{}", "added_tokens.json": "{}"}
-        for name, text in beside.items():
-            (tmp_path / "t" / name).write_text(text)
+    special = ["<|other|>"] if settings is None else ["<|endoftext|>"]
+    path = tokenizer_of(tmp_path / "t", special=special)
+    beside = {} if settings is None else {
+        "tokenizer_config.json": json.dumps(settings), "chat_template.jinja": "{{ x }}",
+        "special_tokens_map.json": "{}", "added_tokens.json": "{}"}
+    put(tmp_path / "t", beside)
     config = tiny(tmp_path, f"--data.tokenizer={tmp_path}/t", "--data.path=/no/such/data")
     files, found = trainer_module.tokenizer_files(config)
     vocabulary = text_of(tmp_path / "t")
     pad_id = vocabulary.tokenizer.token_to_id(pad if pad != "\0" else "\u0100")
-    assert found == {**ids, "pad_token_id": pad_id}
-    assert trainer_module.Text(config).eos == ids.get("eos_token_id")
+    assert found == {**ids, "pad_token_id": pad_id} and vocabulary.eos == ids.get("eos_token_id")
+    assert set(files) == {"tokenizer.json", "tokenizer_config.json", *beside}
     written = json.loads(files["tokenizer_config.json"])
     assert written["pad_token"] == pad
-    if settings == "no special token":
-        assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
-        return
-    assert set(files) == {"tokenizer.json", *beside}
-    assert files["tokenizer.json"] == path.read_bytes()
-    assert written["padding_side"] == settings.get("padding_side", "left")
-    assert written["model_max_length"] == settings.get("model_max_length", 16)
-    assert written.get("more") == settings.get("more")
+    if beside:
+        assert files["tokenizer.json"] == path.read_bytes()
+        want = {"padding_side": "left", "model_max_length": 16, "more": None, **settings}
+        assert all(written.get(k) == want[k] for k in ("padding_side", "model_max_length", "more"))
 
 
 @pytest.mark.parametrize("special", ["bytes", ["<|endoftext|>"], []])
 def test_an_export_answers_a_batch_of_prompts(tmp_path, special):
     """transformers pads them. Each answer is the one to its prompt alone."""
     transformers = pytest.importorskip("transformers", reason="an optional check")
-    t = pytest.importorskip("tokenizers")
-    flags = []
-    if special != "bytes":
-        tokenizer = t.Tokenizer(t.models.BPE())
-        tokenizer.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = t.decoders.ByteLevel()
-        tokenizer.train_from_iterator([TEXT], t.trainers.BpeTrainer(
-            special_tokens=special, vocab_size=300, show_progress=False,
-            initial_alphabet=t.pre_tokenizers.ByteLevel.alphabet()))
-        (tmp_path / "t").mkdir()
-        tokenizer.save(f"{tmp_path}/t/tokenizer.json")
-        flags = [f"--data.tokenizer={tmp_path}/t"]
-    (tmp_path / "a.txt").write_text(TEXT)
+    put(tmp_path, {"a.txt": TEXT})
+    flags = [] if special == "bytes" else [
+        f"--data.tokenizer={tokenizer_of(tmp_path / 't', special=special)}"]
     config = load_config(["--config=smoke", f"--output-dir={tmp_path}", *flags,
                           f"--data.path={tmp_path}/a.txt"])
     build_data(config)
@@ -1570,7 +1474,6 @@ def test_an_export_answers_a_batch_of_prompts(tmp_path, special):
     batched = pipe(prompts, batch_size=2, **settings)
     assert [b[0]["generated_text"] for b in batched] == [
         pipe(prompt, **settings)[0]["generated_text"] for prompt in prompts]
-
 
 # ---- trainer.py: precision, optimizer, learning rate
 # What the hardware lacks becomes fp32.
