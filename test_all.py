@@ -1276,9 +1276,8 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch, kin
     texts += ["".join(rng.choice(pool) + ("n o" if i % 5 == 0 else "")
                       for i in range(1500)) for _ in range(6)]
 
-    def tokens(text, piece):
-        monkeypatch.setattr(trainer_module, "PIECE", piece)
-        monkeypatch.setattr(trainer_module, "BLOCK", piece * 3 + 1)
+    def tokens(text, block):
+        monkeypatch.setattr(trainer_module, "BLOCK", block)
         file.write_bytes(text.encode())
         encoded = trainer_module.encode_blocks(
             trainer_module.documents(str(file), "text"), vocabulary)
@@ -1286,8 +1285,8 @@ def test_tokens_of_pieces_are_those_of_the_whole_text(tmp_path, monkeypatch, kin
     monkeypatch.setattr(trainer_module, "BATCH", 2000)
     for text in texts:
         whole = tokenizer.encode(text, add_special_tokens=False).ids
-        for piece in (64, 1000):
-            assert tokens(text, piece) == whole + [eos] * (whole[-1] != eos), (piece, text)
+        for block in (64, 1000):
+            assert tokens(text, block) == whole + [eos] * (whole[-1] != eos), (block, text)
     assert max(whole) < vocabulary.size
     # no good place for a cut: other tokens, but of the same text
     for text in ("\u4f60\u597d" * 300, "\n" * 300 + " " * 300, "a\tb" * 200):
@@ -2567,7 +2566,7 @@ def test_the_commands_and_the_code_of_the_readme(tmp_path, monkeypatch, capfd):
                  "--n-layer": 1, "--d-model": 48, "--n-head": 2}
         if "gpt2" in command:
             brief |= {"--block-size": 64, "--micro-batch-size": 1, "--target-batch-size": 1,
-                      "--compile": "false"}
+                      "--vocab-size": 5000, "--compile": "false"}
         asked = {flag.split("=")[0] for flag in shlex.split(command)} - {"--max-steps"}
         args = shlex.split(command)[1:]
         args += [f"{flag}={value}" for flag, value in brief.items() if flag not in asked]

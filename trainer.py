@@ -262,7 +262,7 @@ def data_change(before: dict, now: dict) -> str:
 
 # ---- files: what data.path names, and the text in them
 
-BLOCK = 1 << 20     # bytes that are read at a time
+BLOCK = 1 << 16     # bytes of a text that are read and tokenized at a time
 # What a file holds, by its name; all others hold text. A dataset repo may have the same rows in
 # several kinds of files: the first kind of these counts.
 KINDS = {"parquet": r"\.parquet$", "jsonl": r"\.(jsonl|ndjson|json)(\.gz)?$",
@@ -414,9 +414,20 @@ def open_bytes(path: str):
     return f
 
 
+def cut(text: str) -> int:
+    """Where to cut a long text so that the tokens of its parts are those of the whole: in front of
+    the last space (if there is none, line end) that follows a letter or sign. No usual tokenizer
+    has a token across such a place. Some have one across the end of a line: blank lines, CRLF."""
+    for mark in (" ", "\n"):
+        # also not behind what may be a special token: some put a space behind those
+        if found := re.match(rf".*[^\s>\]](?={mark})", text, re.S):
+            return found.end()
+    return len(text)
+
+
 def read_text(path: str):
-    """Yield a file's text in blocks."""
-    decoder, done, block = codecs.getincrementaldecoder("utf-8-sig")(), 0, None
+    """Yield (text, whether it is the last) of a file, in blocks that can be tokenized alone."""
+    decoder, done, block, rest = codecs.getincrementaldecoder("utf-8-sig")(), 0, None, ""
     with open_bytes(path) as f:
         while block != b"":
             block = f.read(BLOCK)
@@ -424,10 +435,15 @@ def read_text(path: str):
                 raise ValueError(f"byte {done + block.index(0):,} is zero: not text; {WANTED}")
             done += len(block)
             try:
-                yield decoder.decode(block, final=not block)
+                rest += decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:     # e.object: what was left before, and the block
                 at = done - len(e.object) + e.start
                 raise ValueError(f"not UTF-8 text at byte {at:,}: {e.reason}; {WANTED}") from None
+            if len(rest) >= BLOCK:
+                at = cut(rest)
+                yield rest[:at], False
+                rest = rest[at:]
+    yield rest, True
 
 
 def read_json(path: str, column: str):
@@ -471,14 +487,13 @@ def row_text(row: dict, column: str) -> str:
 
 def documents(path: str, column: str):
     """Yield (text, whether a document ends with it) for a file. A row is a document, a file of
-    plain text is one, in blocks."""
+    plain text is one, in blocks that can be tokenized one by one."""
     kind, place = kind_of(path), path
     try:
         if kind == "csv":
             raise ValueError('convert it to .jsonl, one {"text": ...} a line')
         if kind == "text":
-            yield from ((text, False) for text in read_text(path))
-            yield "", True
+            yield from read_text(path)
             return
         place = f"{path}, row 1"
         rows = read_parquet(path, column) if kind == "parquet" else read_json(path, column)
@@ -517,9 +532,8 @@ def token_file(path: str, vocab_size: int = 0) -> Part:
 
 # ---- tokens: text becomes numbers
 
-PIECE = 1 << 16     # characters of a long text that are tokenized as one,
-BATCH = 1 << 20     # and together, in parallel: 200 MiB, 400 of Chinese
-LEAD = "\x01"       # stands before a piece from inside a text; no token joins it with text
+BATCH = 1 << 20     # characters that are tokenized together, in parallel: 200 MiB, 400 of Chinese
+LEAD = "\x01"       # stands before a block from inside a text; no token joins it with text
 BREAK = b"\n\n"     # between documents, for a model of bytes
 SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # and for one of tokens
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -593,33 +607,6 @@ class Text:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-def cut(text: str) -> int:
-    """Where to cut a long text so that the tokens of its parts are those of the whole: in front of
-    the last space (if there is none, line end) that follows a letter or sign. No usual tokenizer
-    has a token across such a place. Some have one across the end of a line: blank lines, CRLF."""
-    for mark in (" ", "\n"):
-        # also not behind what may be a special token: some put a space behind those
-        if found := re.match(rf".*[^\s>\]](?={mark})", text, re.S):
-            return found.end()
-    return len(text)
-
-
-def pieces(blocks):
-    """Cut (text, whether a document ends) into (text, whether it begins inside a document, whether
-    one ends) of PIECE characters at most."""
-    inside, rest = False, ""
-    for text, end in blocks:
-        rest, start = rest + text, 0
-        while len(rest) - start > PIECE:
-            stop = start + cut(rest[start:start + PIECE])
-            yield rest[start:stop], inside, False
-            inside, start = True, stop
-        rest = rest[start:]
-        if end:
-            yield rest, inside, True
-            inside, rest = False, ""
-
-
 def encode_blocks(blocks, text: Text):
     """Yield (token ids, bytes of text, whether a document ends) for (text, whether one ends), with
     a separator behind each document."""
@@ -628,10 +615,11 @@ def encode_blocks(blocks, text: Text):
             content = block.encode()
             yield np.frombuffer(content + BREAK if end else content, "u1"), len(content), end
         return
-    batch, size = [], 0
-    for piece in pieces(blocks):
-        batch.append(piece)
-        size += len(piece[0]) + 256     # a short one takes memory, too
+    batch, size, inside = [], 0, False
+    for block, end in blocks:
+        batch.append((block, inside, end))
+        inside = not end        # the next one continues this document
+        size += len(block) + 256    # a short one takes memory, too
         if size >= BATCH:
             yield from encode_batch(batch, text)
             batch, size = [], 0
@@ -639,22 +627,23 @@ def encode_blocks(blocks, text: Text):
 
 
 def encode_batch(batch: list, text: Text):
-    """The work of encode_blocks() on some pieces, in parallel. A piece from inside a document goes
+    """The work of encode_blocks() on some blocks, in parallel. One from inside a document goes
     behind a LEAD: some tokenizers put a space in front of what they take for a whole text."""
     def encode(*parts):
         found = text.tokenizer.encode_batch(parts, add_special_tokens=False)
         return [each.ids for each in found]
 
     try:
-        head, *found = encode(LEAD, *(LEAD * inside + piece for piece, inside, _ in batch))
-        for (piece, inside, end), ids in zip(batch, found):
+        head, *found = encode(LEAD, *(LEAD + block if inside else block
+                                      for block, inside, _ in batch))
+        for (block, inside, end), ids in zip(batch, found):
             if inside and ids[:len(head)] == head:
                 ids = ids[len(head):]
             elif inside:        # one token holds the lead and some of the text
-                ids, = encode(piece)
+                ids, = encode(block)
             if end and text.eos is not None and ids[-1:] != [text.eos]:
                 ids.append(text.eos)
-            yield ids, len(piece.encode()), end
+            yield ids, len(block.encode()), end
     except Exception as e:  # a character that it has no token for, say
         raise ValueError(f"data.tokenizer fails on the text: {one_line(e)[:200]}") from None
 
