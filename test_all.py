@@ -1694,7 +1694,7 @@ def test_labels_of_a_batch():
     only = torch.tensor([[-100, 2, -100, -100]])            # shifted: the token after 2 is 2
 
     def labels(*batch, **named):
-        return trainer_module.as_batch(named or batch, memory=memory)["labels"].tolist()
+        return trainer_module.as_batch(named or batch, memory)["labels"].tolist()
     assert labels(x, only) == [[2, -100, -100, -100]]
     labels(x, torch.tensor([[2, 2, 3, 4]]))                 # this source shifts
     assert labels(x, only) == only.tolist()

@@ -869,7 +869,7 @@ def tensors_of(batch) -> dict:
     return {k: v[None] for k, v in batch.items() if v.shape == ids.shape}
 
 
-def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
+def as_batch(batch, memory: set, ignore: int = IGNORE) -> dict:
     """A batch as {"input_ids": (B, T), "labels": (B, T), maybe "attention_mask", ...}.
 
     labels[t] is the token after input_ids[t], and IGNORE where it does not count: padding, and what
@@ -892,7 +892,7 @@ def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
         counts &= labels != ignore
     labels = labels.masked_fill(~counts, IGNORE)
     differ = bool(((labels != ids) & counts).any())
-    if differ and memory is not None:
+    if differ:
         memory.add("shifted")
     if "labels" not in batch or not differ and not memory:
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE).masked_fill(padding, IGNORE)
@@ -981,15 +981,14 @@ def replay(loader, config: dict):
             raise TrainingError("the training data gave no batch")
 
 
-def batches(data, config: dict, position: int, ignore: int = IGNORE):
-    """Yield microbatches, as as_batch() makes them, for ever, from sample `position` on. `data`: a
-    Dataset, anything with a length and items, or an iterable of batches such as a DataLoader."""
-    c, memory = config["data"], set()
+def batches(data, config: dict, position: int):
+    """Yield microbatches for ever, from sample `position` on. `data`: a Dataset, anything with a
+    length and items, or an iterable of batches such as a DataLoader."""
+    c = config["data"]
     if isinstance(data, IterableDataset):
         data = DataLoader(data, c["micro_batch_size"], collate_fn=collate)
     if not is_map_style(data):
-        for batch in replay(data, config):
-            batch = as_batch(batch, ignore, memory)
+        for batch in map(tensors_of, replay(data, config)):
             position -= len(batch["input_ids"])
             if position < 0:
                 yield batch
@@ -1001,12 +1000,10 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
     if not isinstance(data, Windows):
         data = Shuffled(data, config)
     workers = c["num_workers"]
-    loader = DataLoader(
+    yield from start(DataLoader(
         data, c["micro_batch_size"], sampler=itertools.count(position), collate_fn=collate,
         num_workers=workers, prefetch_factor=c["prefetch_factor"] if workers else None,
-        generator=torch.Generator())  # keep: its own, or each start would move the dropout masks
-    for batch in start(loader):
-        yield as_batch(batch, ignore, memory)
+        generator=torch.Generator()))   # keep: its own, or each start would move the dropout masks
 
 # ---- device, precision, optimizer, learning rate
 
@@ -1148,7 +1145,7 @@ class Loss:
 
     def __init__(self, model: nn.Module, device: torch.device, dtype=torch.float32, pin=False):
         self.model, self.device, self.dtype, self.pin = model, device, dtype, pin
-        self.ignore = ignore_index(model)
+        self.ignore, self.memory = ignore_index(model), set()
         self.shifts = None      # not known yet
         parameters = inspect.signature(model.forward).parameters.values()
         self.names = {p.name for p in parameters}       # of the arguments that go by name
@@ -1160,7 +1157,8 @@ class Loss:
         self.second = "labels" not in self.names and any(map(takes_labels, places[1:2]))
 
     def prepare(self, batch: dict) -> tuple[dict, int]:
-        """(a batch of as_batch() with its labels where this model wants them, how many count)."""
+        """(any batch with its labels where this model wants them, how many of them count)."""
+        batch = as_batch(batch, self.memory, self.ignore)
         if self.shifts is None:
             self.shifts = self.shifts_inside(batch)
         labels = batch["labels"]
@@ -1244,12 +1242,11 @@ def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
     without dropout."""
     if is_map_style(data) or isinstance(data, IterableDataset):
         data = DataLoader(data, config["data"]["micro_batch_size"], collate_fn=collate)
-    loss, memory = Loss(model, device, dtype), set()
-    total, count = 0.0, 0
+    loss, total, count = Loss(model, device, dtype), 0.0, 0
     model.eval()
     with seeded("eval"):    # the same batches each time, and training does not notice
         for batch in itertools.islice(start(data), config["run"]["eval_batches"]):
-            batch, labels = loss.prepare(as_batch(batch, loss.ignore, memory))
+            batch, labels = loss.prepare(batch)
             if labels:
                 total += loss(model, batch).item() * labels
                 count += labels
@@ -1614,13 +1611,11 @@ def outside_trouble(e: Exception) -> str:
 def catching_signals(handler):
     """Ctrl-C, SIGTERM and SIGHUP go to `handler` in here. A SIGHUP that nohup ignores stays
     ignored."""
-    names, before = [], {}
+    numbers, before = [signal.SIGINT, signal.SIGTERM], {}
+    if os.name == "posix" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     if threading.current_thread() is threading.main_thread():   # Python allows it nowhere else
-        names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    for name in names:
-        number = signal.Signals[name]
-        if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, handler)
+        before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -1938,7 +1933,7 @@ class Trainer:
         if self.coordinator:
             self.coordinator.start(self)    # may move to another step
         first, total = self.step, self.config["run"]["max_steps"]
-        data = batches(self.train_data, self.config, self.position, self.loss.ignore)
+        data = batches(self.train_data, self.config, self.position)
         # closing the generator ends its data processes
         with contextlib.closing(data), bar(first, total) as self.bar:
             try:
