@@ -9,14 +9,14 @@ Needs torch and numpy; knows nothing of any model.
 A model is any nn.Module called as model(input_ids, labels, attention_mask) that returns a loss, a
 tuple, a dict or only logits. `config` is a nested dict; what it leaves out is in DEFAULTS. A
 coordinator, if there is one, is called between the steps: this is where a swarm hooks in. One
-process, one device: no DDP, no sharding.
+process, one device: no DDP, no sharding. What the user can put right is raised as a ValueError, an
+OSError or a TrainingError, with a message of one line.
 """
 import bisect
 import codecs
 import contextlib
 import ctypes
 import functools
-import glob
 import gzip
 import hashlib
 import inspect
@@ -36,6 +36,7 @@ import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,8 +72,7 @@ class TrainingError(RuntimeError):
 
 
 def fill_defaults(config: dict) -> dict:
-    """Add to a config, in place, the sections and keys that it leaves out. Raises ValueError for a
-    target batch that microbatches cannot make up."""
+    """Add to a config, in place, the sections and keys that it leaves out."""
     for section, values in DEFAULTS.items():
         config[section] = {**values, **config.get(section, {})}
     data, scheduler = config["data"], config["scheduler"]
@@ -128,16 +128,43 @@ def permute(i: int, n: int, key: int) -> int:
             return i
 
 
-class Tokens:
-    """Token files end to end as one array. No file stays open or in memory."""
-    paths = ()              # the user's files
-    digest = ""             # hash of their names and sizes
-    summary = ""            # what they hold, for the data line
-    bytes_per_token = None  # None = not known
+class Part(NamedTuple):
+    """Tokens in a file."""
+    path: str
+    dtype: str      # numpy's name of it
+    offset: int     # bytes before the first token
+    count: int
 
-    def __init__(self, parts):
-        self.parts = [p for p in parts if p[3]]         # (path, dtype, byte offset, tokens)
-        self.starts = [0, *itertools.accumulate(p[3] for p in self.parts)]
+
+class Tokens:
+    """Token files end to end as one array. No file stays open or in memory.
+
+    files: {name: path} of the user's, for the hash `digest` and the list `paths`; documents: how
+    many are known to be in them; size: bytes of text behind the tokens, 0 = not known.
+    """
+
+    def __init__(self, parts: list[Part], files={}, documents=0, size=0):
+        self.parts = [part for part in parts if part.count]
+        self.starts = [0, *itertools.accumulate(part.count for part in self.parts)]
+        self.paths = list(files.values())
+        sizes = [(name, os.path.getsize(f)) for name, f in files.items()]
+        self.digest = f"{hash64(sizes):016x}"
+        self.bytes_per_token = size / max(1, len(self)) or None
+        self.documents, self.size = documents, size
+
+    @property
+    def summary(self) -> str:
+        """What the files hold, for the data line."""
+        kinds = sorted(map(kind_of, self.paths))
+        counts = [f"{kinds.count(kind):,} {kind}" for kind in dict.fromkeys(kinds)]
+        parts = [f"files: {', '.join(counts)}"]
+        if self.documents:
+            parts.append(f"documents: {self.documents:,}")
+        if self.size == len(self):      # a byte is a token
+            return " | ".join([*parts, f"bytes: {self.size:,}"])
+        if self.size:
+            parts.append(f"bytes: {self.size:,}, {self.bytes_per_token:.2f} per token")
+        return " | ".join([*parts, f"tokens: {len(self):,}"])
 
     def __len__(self):
         return self.starts[-1]
@@ -159,7 +186,7 @@ class Tokens:
 
 class Synthetic:
     """Endless arithmetic sequences of 64 tokens. Start and stride of each are random, so only the
-    context predicts the next token."""
+    context predicts the next token. It has what Tokens has."""
     paths, digest, summary, bytes_per_token = (), "synthetic", "endless", None
 
     def __init__(self, vocab_size):
@@ -194,7 +221,7 @@ class Windows(Dataset):
         self.bytes_per_token = source.bytes_per_token
         self.windows = (self.tokens - 1) // self.block_size
         self.fingerprint = {"tokens": len(source), "first": span.start, "windows": self.windows,
-                            "digest": source.digest}
+                            "files": source.digest}
         if self.windows < 1:
             key = "val_path" if count and config["data"]["val_path"] else "path"
             raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} "
@@ -226,24 +253,24 @@ class Windows(Dataset):
 
 def data_change(before: dict, now: dict) -> str:
     """What differs between two fingerprints of Windows, as a sentence. "" if nothing does, or if
-    one of them is empty."""
+    one of them is not known."""
     if not before or not now or before == now:
         return ""
-    if before["tokens"] != now["tokens"]:
-        verb = "grown" if before["tokens"] < now["tokens"] else "shrunk"
-        what = f"the data has {verb} from {before['tokens']:,} to {now['tokens']:,} tokens"
-    elif before["digest"] != now["digest"]:
-        what = "the data is in other files than before"
-    else:
-        what = f"the data is cut into {now['windows']:,} windows, not {before['windows']:,}"
-    return f"{what}: the order of the windows is a new one from here on"
+    changed = ", ".join(f"{key} {before.get(key)} -> {value}" for key, value in now.items()
+                        if before.get(key) != value)
+    return f"the data has changed ({changed}): the order of the windows is a new one from here on"
 
 # ---- files: what data.path names, and the text in them
 
-BLOCK = 1 << 20     # bytes that are read at a time
-KINDS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
-         ".csv": "csv", ".tsv": "csv", ".bin": "token", ".npy": "token"}    # all others: text
-ORDER = ("parquet", "jsonl", "csv", "text", "packed", "token")    # which kind counts in a repo
+BLOCK = 1 << 16     # bytes of a text that are read and tokenized at a time
+# What a file holds, by its name; all others hold text. A dataset repo may have the same rows in
+# several kinds of files: the first kind of these counts.
+KINDS = {"parquet": r"\.parquet$", "jsonl": r"\.(jsonl|ndjson|json)(\.gz)?$",
+         "csv": r"\.(csv|tsv)(\.gz)?$", "text": r"\.txt(\.gz)?$", "token": r"\.(bin|npy)$"}
+# What lies beside the data in such a repo, and what it calls its splits.
+NOT_DATA = re.compile(r"(^|/)(\.|(readme|license|dataset_infos?|dataset_dict)\b)", re.I)
+SPLITS = {"train": "train", "training": "train", "validation": "validation", "test": "test",
+          "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
 WANTED = ("wanted are texts in UTF-8, .jsonl or .parquet, or tokens in .bin or .npy "
           "(a glob such as folder/*.txt leaves the rest out)")
 # First bytes that give a refusal its name. All else is refused for a zero byte or bad UTF-8.
@@ -254,25 +281,18 @@ MAGIC = {
     rb"\x89PNG|\xff\xd8\xff": "an image", rb"%PDF-": "a PDF",
     rb"\x80[\x02-\x05]": "a Python pickle", rb".{4}\0{4}\{": "a file of model weights",
 }
-# A dataset repo: what its data is called, what lies beside it, and how it names its splits.
-DATA_FILE = re.compile(r"\.(parquet|(jsonl|ndjson|json|csv|tsv|txt)(\.gz)?|npy|bin)$", re.I)
-NOT_DATA = re.compile(r"(^|/)(\.|(readme|license|dataset_infos?|dataset_dict)\b)", re.I)
-SPLITS = {"train": "train", "training": "train", "validation": "validation", "test": "test",
-          "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
 
 
-def kind_of(path: str) -> str:
-    """parquet, jsonl, csv, token, text or packed (text in a .gz), by the name."""
-    name = path.lower()
-    kind = KINDS.get(os.path.splitext(name.removesuffix(".gz"))[1], "text")
-    return "packed" if name.endswith(".gz") and kind not in ("jsonl", "csv") else kind
+def kind_of(path: str, otherwise="text") -> str:
+    """parquet, jsonl, csv, text or token, by the name."""
+    return next((kind for kind, name in KINDS.items() if re.search(name, path, re.I)), otherwise)
 
 
-def walk(folder: str, seen: set):
-    """Yield every file below a folder, but no hidden file and no Python cache. Links are followed.
-    Each real folder is read once, so that loops end."""
+def walk(folder: str, depth: float, seen: set):
+    """Yield every file at most `depth` levels below a folder, but no hidden file and no Python
+    cache. Links are followed. Each real folder is read once, so that loops end."""
     real = os.path.realpath(folder)
-    if real in seen:
+    if real in seen or not depth:
         return
     seen.add(real)
     for name in sorted(os.listdir(folder)):
@@ -280,37 +300,28 @@ def walk(folder: str, seen: set):
         if name.startswith(".") or name == "__pycache__":
             continue
         if os.path.isdir(path):
-            yield from walk(path, seen)
+            yield from walk(path, depth - 1, seen)
         else:
             yield path
-
-
-def match(path: str) -> tuple[str, list[str]]:
-    """(folder, files in it) of a glob. The folder is the longest one that exists as written, so
-    "texts [v2]/*.txt" works."""
-    from fsspec.utils import glob_translate     # comes with torch
-    root = Path(path)
-    while not root.is_dir():
-        root = root.parent
-    pattern = Path(path).relative_to(root).as_posix()
-    if "**" not in pattern.split("/"):
-        return str(root), glob.glob(os.path.join(glob.escape(str(root)), pattern))
-    # keep: not glob's own **, which never ends where two links lead up
-    wanted = re.compile(glob_translate(pattern))
-    return str(root), [f for f in walk(str(root), set())
-                       if wanted.match(Path(f).relative_to(root).as_posix())]
 
 
 def find_local(path: str, own: list[str]) -> dict[str, str]:
     """{name: path} for a file, a folder or a glob, without the folders `own`. They hold what the
     run itself writes, so they count only if `path` leads into them."""
-    path = os.path.expanduser(path)
-    if os.path.isfile(path):
-        root, found = os.path.dirname(path), [path]
-    elif os.path.isdir(path):
-        root, found = path, walk(path, set())
+    from fsspec.utils import glob_translate     # comes with torch
+    path = Path(os.path.expanduser(path))
+    # the longest part that exists as written, so "texts [v2]/*.txt" works
+    root = next(p for p in (path, *path.parents) if p.is_dir())
+    pattern = path.relative_to(root).as_posix()
+    if path.is_file():
+        found = [str(path)]
+    elif path == root:
+        found = walk(str(root), math.inf, set())
     else:
-        root, found = match(path)
+        depth = math.inf if "**" in pattern else pattern.count("/") + 1
+        wanted = re.compile(glob_translate(pattern))
+        found = [f for f in walk(str(root), depth, set())
+                 if wanted.match(Path(f).relative_to(root).as_posix())]
     top = Path(os.path.realpath(root))
     own = {Path(os.path.realpath(f)) for f in own} - {top, *top.parents}
     once = {}       # by real path: a link to a file that is there anyway adds nothing
@@ -318,7 +329,7 @@ def find_local(path: str, own: list[str]) -> dict[str, str]:
         real = os.path.realpath(f)
         if not own.intersection(Path(real).parents):
             once.setdefault(real, f)
-    files = {Path(os.path.relpath(f, root or ".")).as_posix(): f for f in once.values()}
+    files = {Path(os.path.relpath(f, root)).as_posix(): f for f in once.values()}
     return dict(sorted(files.items()))
 
 
@@ -329,17 +340,15 @@ def split_of(name: str) -> str:
 
 
 def choose(names: list[str], wanted: tuple) -> list[str]:
-    """The data files of a dataset repo, of the first split in `wanted` that it has.
-    Raises ValueError if it has only others, or has this one in several folders."""
-    found = [name for name in names if DATA_FILE.search(name) and not NOT_DATA.search(name)]
+    """The data files of a dataset repo, of the first split in `wanted` that it has."""
+    found = [name for name in names if kind_of(name, "") and not NOT_DATA.search(name)]
     splits = {split_of(name) for name in found} - {""}
     split = next((s for s in wanted if s in splits), "")
     if splits and not split:
         raise ValueError(f"there is no {wanted[0]} split, only {', '.join(sorted(splits))}: "
                          f"add the file you want to the path")
     found = [name for name in found if split_of(name) == split]
-    # The same rows may be there in several kinds of files: only one is read.
-    kind = min(map(kind_of, found), key=ORDER.index, default="")
+    kind = min(map(kind_of, found), key=list(KINDS).index, default="")
     found = [name for name in found if kind_of(name) == kind]
     folders = sorted({os.path.dirname(name) for name in found})
     if split and len(folders) > 1:      # such as en/train.jsonl and de/train.jsonl
@@ -349,8 +358,7 @@ def choose(names: list[str], wanted: tuple) -> list[str]:
 
 
 def find_on_hub(path: str, key: str) -> dict[str, str]:
-    """{name: local copy} for hf://datasets/user/name, a folder or a file in it, or a glob.
-    Raises OSError or ValueError."""
+    """{name: local copy} for hf://datasets/user/name, a folder or a file in it, or a glob."""
     from huggingface_hub import HfFileSystem, hf_hub_download   # only here: no network otherwise
     try:
         fs = HfFileSystem()
@@ -366,8 +374,7 @@ def find_on_hub(path: str, key: str) -> dict[str, str]:
             found[name].repo_id, found[name].path_in_repo, repo_type=found[name].repo_type,
             revision=found[name].revision) for name in names}
     except Exception as e:  # the network has many ways to fail
-        kind = ValueError if isinstance(e, ValueError) else OSError
-        raise kind(f"data.{key}={path} cannot be read: {one_line(e)[:300]}") from e
+        raise OSError(f"data.{key}={path} cannot be read: {one_line(e)[:300]}") from e
 
 
 def find_stdlib() -> dict[str, str]:
@@ -382,7 +389,7 @@ def find_stdlib() -> dict[str, str]:
 
 def find_files(config: dict, key: str) -> dict[str, str]:
     """{name: path} of the files behind data.path or data.val_path (`key`), in an order that does
-    not depend on the machine. A name is the path within the folder. Raises OSError, ValueError."""
+    not depend on the machine. A name is the path within the folder."""
     path, run = config["data"][key], config["run"]
     if path == "stdlib":
         return find_stdlib()
@@ -390,7 +397,7 @@ def find_files(config: dict, key: str) -> dict[str, str]:
         files = find_on_hub(path, key)
     else:
         own = [run["output_dir"], run.get("export"), config["distributed"].get("hub")]
-        files = find_local(path, [f.removeprefix("file://") for f in own if f])
+        files = find_local(path, [f.removeprefix("file://") for f in own if f]) if path else {}
     if not files:
         raise FileNotFoundError(f"data.{key}={path}: nothing there; "
                                 f"give a file, a folder, a glob, stdlib or synthetic")
@@ -398,8 +405,7 @@ def find_files(config: dict, key: str) -> dict[str, str]:
 
 
 def open_bytes(path: str):
-    """A file open for reading bytes, unpacked if it is a .gz.
-    Raises ValueError if its first bytes say that it is no text."""
+    """A file open for reading bytes, unpacked if it is a .gz."""
     f = gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb")
     for magic, what in MAGIC.items():
         if re.match(magic, f.peek(16), re.S):
@@ -408,9 +414,20 @@ def open_bytes(path: str):
     return f
 
 
+def cut(text: str) -> int:
+    """Where to cut a long text so that the tokens of its parts are those of the whole: in front of
+    the last space (if there is none, line end) that follows a letter or sign. No usual tokenizer
+    has a token across such a place. Some have one across the end of a line: blank lines, CRLF."""
+    for mark in (" ", "\n"):
+        # also not behind what may be a special token: some put a space behind those
+        if found := re.match(rf".*[^\s>\]](?={mark})", text, re.S):
+            return found.end()
+    return len(text)
+
+
 def read_text(path: str):
-    """Yield a file's text in blocks. Raises ValueError, with the place, at what is not UTF-8."""
-    decoder, done, block = codecs.getincrementaldecoder("utf-8-sig")(), 0, None
+    """Yield (text, whether it is the last) of a file, in blocks that can be tokenized alone."""
+    decoder, done, block, rest = codecs.getincrementaldecoder("utf-8-sig")(), 0, None, ""
     with open_bytes(path) as f:
         while block != b"":
             block = f.read(BLOCK)
@@ -418,10 +435,15 @@ def read_text(path: str):
                 raise ValueError(f"byte {done + block.index(0):,} is zero: not text; {WANTED}")
             done += len(block)
             try:
-                yield decoder.decode(block, final=not block)
+                rest += decoder.decode(block, final=not block)
             except UnicodeDecodeError as e:     # e.object: what was left before, and the block
                 at = done - len(e.object) + e.start
                 raise ValueError(f"not UTF-8 text at byte {at:,}: {e.reason}; {WANTED}") from None
+            if len(rest) >= BLOCK:
+                at = cut(rest)
+                yield rest[:at], False
+                rest = rest[at:]
+    yield rest, True
 
 
 def read_json(path: str, column: str):
@@ -450,7 +472,7 @@ def read_parquet(path: str, column: str):
 
 
 def row_text(row: dict, column: str) -> str:
-    """The text of a row, "" if it has none. Raises ValueError."""
+    """The text of a row, "" if it has none."""
     if not isinstance(row, dict):
         raise ValueError('no JSON object in UTF-8; wanted is one {"text": ...} in each line')
     if column not in row:
@@ -465,14 +487,13 @@ def row_text(row: dict, column: str) -> str:
 
 def documents(path: str, column: str):
     """Yield (text, whether a document ends with it) for a file. A row is a document, a file of
-    plain text is one, in blocks. Raises ValueError, with the place, for what is not text."""
-    kind, place, problem = kind_of(path), path, ""
+    plain text is one, in blocks that can be tokenized one by one."""
+    kind, place = kind_of(path), path
     try:
         if kind == "csv":
             raise ValueError('convert it to .jsonl, one {"text": ...} a line')
-        if kind in ("text", "packed"):
-            yield from ((text, False) for text in read_text(path))
-            yield "", True
+        if kind == "text":
+            yield from read_text(path)
             return
         place = f"{path}, row 1"
         rows = read_parquet(path, column) if kind == "parquet" else read_json(path, column)
@@ -481,15 +502,12 @@ def documents(path: str, column: str):
                 yield text, True
             place = f"{path}, row {number:,}"   # what fails next is there
     except Exception as e:      # a damaged file has many ways to fail
-        problem = one_line(e)[:300]
-    # keep: outside of except. With an OSError as its context it would count as a failed write
-    if problem:
-        raise ValueError(f"{place}: {problem}")
+        raise ValueError(f"{place}: {one_line(e)[:300]}") from e
 
 
-def token_file(path: str, vocab_size: int = 0) -> tuple:
-    """(path, dtype, byte offset, tokens) of a .npy row of integers, or a .bin of nanoGPT (uint16)
-    or llm.c (with its header). Raises ValueError."""
+def token_file(path: str, vocab_size: int = 0) -> Part:
+    """The tokens in a .npy row of integers, or in a .bin of nanoGPT (uint16) or llm.c (with its
+    header)."""
     if path.lower().endswith(".npy"):
         try:
             array = np.load(path, mmap_mode="r")
@@ -497,7 +515,7 @@ def token_file(path: str, vocab_size: int = 0) -> tuple:
             raise ValueError(f"{path} is no .npy file, or cut off: {one_line(e)}") from None
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{path} must hold one row of integers")
-        return path, array.dtype.str, array.offset, len(array)
+        return Part(path, array.dtype.str, array.offset, len(array))
     size = os.path.getsize(path)
     header = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0]       # llm.c's, if it has one
     if header[0] == 0x04034B50:
@@ -510,13 +528,12 @@ def token_file(path: str, vocab_size: int = 0) -> tuple:
     if not offset and vocab_size > 1 << 16:
         raise ValueError(f"{path} has no header, so its tokens are uint16, but model.vocab_size="
                          f"{vocab_size} is above 65,536: write a .npy, or llm.c's header")
-    return path, dtype, offset, count
+    return Part(path, dtype, offset, count)
 
 # ---- tokens: text becomes numbers
 
-PIECE = 1 << 16     # characters of a long text that are tokenized as one,
-BATCH = 1 << 20     # and together, in parallel: 200 MiB, 400 of Chinese
-HEADER = 128        # bytes that numpy puts before a row of numbers
+BATCH = 1 << 20     # characters that are tokenized together, in parallel: 200 MiB, 400 of Chinese
+LEAD = "\x01"       # stands before a block from inside a text; no token joins it with text
 BREAK = b"\n\n"     # between documents, for a model of bytes
 SEPARATORS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # and for one of tokens
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -525,8 +542,7 @@ BESIDE = ["special_tokens_map.json", "tokenizer_config.json", "added_tokens.json
 
 
 def read_tokenizer(name: str) -> dict[str, bytes]:
-    """{name: content} of the tokenizer.json of a data.tokenizer, and of those BESIDE it.
-    Raises OSError, in one line, if there is none."""
+    """{name: content} of the tokenizer.json of a data.tokenizer, and of those BESIDE it."""
     path = Path(name).expanduser()
     if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         from huggingface_hub import snapshot_download
@@ -545,12 +561,12 @@ def read_tokenizer(name: str) -> dict[str, bytes]:
 
 
 class Text:
-    """Text as token ids and back: by data.tokenizer, or as bytes if it is "".
-    Raises ValueError or OSError, in one line, for a tokenizer that cannot be used."""
-    tokenizer, size, eos = None, 256, None  # of the package tokenizers; largest id + 1; end of text
+    """Text as token ids and back: by data.tokenizer, or as bytes if it is ""."""
 
     def __init__(self, config: dict):
-        self.files, self.special = {}, {}   # its files, and {"eos_token": "</s>"} and the like
+        self.tokenizer, self.files = None, {}   # of the package tokenizers; {name: content}
+        self.size, self.eos = 256, None         # largest id + 1; the id that ends a text
+        self.special = {}                       # {"eos_token": "</s>"} and the like
         if name := config["data"]["tokenizer"]:
             self.files = read_tokenizer(name)
             try:
@@ -591,49 +607,19 @@ class Text:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-def cut(text: str) -> int:
-    """Where to cut a long text so that the tokens of its parts are those of the whole: in front of
-    the last space (if there is none, line end) that follows a letter or sign. No usual tokenizer
-    has a token across such a place. Some have one across the end of a line: blank lines, CRLF."""
-    for mark in (" ", "\n"):
-        at = text.rfind(mark)
-        # also not behind what may be a special token: some put a space behind those
-        while at > 0 and (text[at - 1].isspace() or text[at - 1] in ">]"):
-            at = text.rfind(mark, 0, at)
-        if at > 0:
-            return at
-    return len(text)
-
-
-def pieces(blocks):
-    """Cut (text, whether a document ends) into (lead, text, whether one ends) of PIECE characters
-    at most. A piece inside a document is tokenized behind a lead, because some tokenizers treat
-    the start of a text in another way (Llama 2's puts a space there)."""
-    lead, rest = "", ""
-    for text, end in blocks:
-        rest, start = rest + text, 0
-        while len(rest) - start > PIECE:
-            stop = start + cut(rest[start:start + PIECE])
-            yield lead, rest[start:stop], False
-            lead, start = "a" if rest[stop].isspace() else "\n", stop
-        rest = rest[start:]
-        if end:
-            yield lead, rest, True
-            lead, rest = "", ""
-
-
 def encode_blocks(blocks, text: Text):
     """Yield (token ids, bytes of text, whether a document ends) for (text, whether one ends), with
-    a separator behind each document. Raises ValueError."""
+    a separator behind each document."""
     if not text.tokenizer:
         for block, end in blocks:
             content = block.encode()
             yield np.frombuffer(content + BREAK if end else content, "u1"), len(content), end
         return
-    batch, size = [], 0
-    for piece in pieces(blocks):
-        batch.append(piece)
-        size += len(piece[1]) + 256     # a short one takes memory, too
+    batch, size, inside = [], 0, False
+    for block, end in blocks:
+        batch.append((block, inside, end))
+        inside = not end        # the next one continues this document
+        size += len(block) + 256    # a short one takes memory, too
         if size >= BATCH:
             yield from encode_batch(batch, text)
             batch, size = [], 0
@@ -641,34 +627,36 @@ def encode_blocks(blocks, text: Text):
 
 
 def encode_batch(batch: list, text: Text):
-    """The work of encode_blocks() on some pieces, in parallel."""
-    def encode(parts):
-        return [found.ids for found in text.tokenizer.encode_batch(parts, add_special_tokens=False)]
+    """The work of encode_blocks() on some blocks, in parallel. One from inside a document goes
+    behind a LEAD: some tokenizers put a space in front of what they take for a whole text."""
+    def encode(*parts):
+        found = text.tokenizer.encode_batch(parts, add_special_tokens=False)
+        return [each.ids for each in found]
 
     try:
-        heads = dict(zip(("", "a", "\n"), encode(["", "a", "\n"])))     # of each lead
-        whole = encode([lead + piece for lead, piece, _ in batch])
-        for (lead, piece, end), ids in zip(batch, whole):
-            head = heads[lead]
-            if ids[:len(head)] == head:
+        head, *found = encode(LEAD, *(LEAD + block if inside else block
+                                      for block, inside, _ in batch))
+        for (block, inside, end), ids in zip(batch, found):
+            if inside and ids[:len(head)] == head:
                 ids = ids[len(head):]
-            else:   # one token holds the lead and some of the text
-                ids = encode([piece])[0]
+            elif inside:        # one token holds the lead and some of the text
+                ids, = encode(block)
             if end and text.eos is not None and ids[-1:] != [text.eos]:
                 ids.append(text.eos)
-            yield ids, len(piece.encode()), end
+            yield ids, len(block.encode()), end
     except Exception as e:  # a character that it has no token for, say
         raise ValueError(f"data.tokenizer fails on the text: {one_line(e)[:200]}") from None
 
 
-def write_tokens(f, files: list[str], column: str, text: Text):
-    """Fill an open .npy file with the tokens of texts. Behind the tokens, where numpy does not
-    look, stands what the texts were: {"documents": n, "bytes": n}."""
+def write_tokens(f, files: list[str], column: str, text: Text) -> dict:
+    """Fill an open .npy file with the tokens of texts.
+    Returns what the texts were: {"documents": n, "bytes": n}."""
     from tqdm import tqdm   # comes with huggingface_hub; disable=None: only on a terminal
     blocks = itertools.chain.from_iterable(documents(name, column) for name in files)
     dtype = "|u1" if not text.tokenizer else "<u2" if text.size <= 1 << 16 else "<u4"
+    header = {"descr": dtype, "fortran_order": False, "shape": (0,)}
+    np.lib.format.write_array_header_1_0(f, header)
     count, about, total = 0, {"documents": 0, "bytes": 0}, sum(map(os.path.getsize, files))
-    f.seek(HEADER)          # the header holds the count, so it comes last
     with tqdm(desc="tokens", total=total, unit="B", unit_scale=True, disable=None) as bar:
         for ids, size, end in encode_blocks(blocks, text):
             f.write(np.asarray(ids, dtype).tobytes())
@@ -676,86 +664,69 @@ def write_tokens(f, files: list[str], column: str, text: Text):
             about["bytes"] += size
             about["documents"] += end
             bar.update(size)
-    f.write(json.dumps(about).encode())
-    f.seek(0)
-    np.lib.format.write_array_header_1_0(
-        f, {"descr": dtype, "fortran_order": False, "shape": (count,)})
-    assert f.tell() == HEADER
+    f.seek(0)       # numpy leaves room for any count in the header
+    np.lib.format.write_array_header_1_0(f, {**header, "shape": (count,)})
+    return about
 
 
-def make_token_file(files: list[str], config: dict, text: Text) -> tuple:
+def make_token_file(files: list[str], config: dict, text: Text) -> tuple[Part, dict]:
     """(token file of texts, {"documents": n, "bytes": n}), made once: its name is a hash of the
-    tokenizer, the column, and path, size and time of the files.
-    Raises OSError, TrainingError or ValueError."""
+    tokenizer, the column, and path, size and time of the files."""
     folder, column = Path(config["run"]["output_dir"], "tokens"), config["data"]["text_column"]
     stats = [(os.path.realpath(f), os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in files]
     key = hash64(stats, column, text.files.get("tokenizer.json"), text.special)
-    path = folder / f"{key:016x}.npy"
-    if path.exists():
+    path, made = folder / f"{key:016x}.npy", folder / f".{key:016x}.json"   # the last one written
+    if made.exists():
         say(f"tokens   {path} from before")
-    else:
-        say(f"tokens   making {path}, or waiting for the process that does")
-        if text.tokenizer and text.eos is None:
-            say("notice   this tokenizer has no token to put between documents")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / ".lock"):
-                for leftover in folder.glob("*.tmp"):   # of a process that was killed
-                    leftover.unlink()
-                if not path.exists():
-                    write_atomically(path, lambda f: write_tokens(f, files, column, text))
-        except OSError as e:
-            raise OSError(f"run.output_dir: cannot write to {folder}: {one_line(e)}") from e
-    part = token_file(str(path))
-    with open(path, "rb") as f:
-        f.seek(HEADER + part[3] * np.dtype(part[1]).itemsize)
-        return part, json.loads(f.read())
+        return token_file(str(path)), json.loads(made.read_bytes())
+    say(f"tokens   making {path}, or waiting for the process that does")
+    if text.tokenizer and text.eos is None:
+        say("notice   this tokenizer has no token to put between documents")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):
+            for leftover in folder.glob("*.tmp"):   # of a process that was killed
+                leftover.unlink()
+            if not made.exists():
+                about = write_atomically(path, lambda f: write_tokens(f, files, column, text))
+                write_atomically(made, lambda f: f.write(json.dumps(about).encode()))
+    except OSError as e:
+        raise OSError(f"run.output_dir: cannot write to {folder}: {one_line(e)}") from e
+    return token_file(str(path)), json.loads(made.read_bytes())
 
 
 def open_tokens(config: dict, key: str, text: Text, without=()):
-    """The token array behind data.path or data.val_path (`key`), `without` some files.
-    Raises OSError, ValueError or TrainingError, in one line, for what cannot be used."""
+    """The token array behind data.path or data.val_path (`key`), `without` some files."""
     path, vocab_size = config["data"][key], config["model"]["vocab_size"]
     if path == "synthetic":
         return Synthetic(vocab_size)
     out = {os.path.realpath(f) for f in without}
     files = {name: f for name, f in find_files(config, key).items()
              if os.path.getsize(f) and os.path.realpath(f) not in out}
-    of_kind = {kind: [f for f in files.values() if kind_of(f) == kind] for kind in ORDER}
+    numbers = [f for f in files.values() if kind_of(f) == "token"]
     # Plain text for a model of bytes is read where it is. All other text becomes a token file.
-    plain = [] if text.tokenizer else of_kind["text"]
-    made = [f for f in files.values() if f not in {*plain, *of_kind["token"]}]
+    plain = [f for f in files.values() if kind_of(f) == "text" and not text.tokenizer
+             and not f.lower().endswith(".gz")]
+    texts = [f for f in files.values() if f not in {*plain, *numbers}]
     parts, about = [], {"documents": 0, "bytes": 0}
-    if made:
-        part, about = make_token_file(made, config, text)
+    if texts:
+        part, about = make_token_file(texts, config, text)
         parts.append(part)
     for f in plain:
         if path != "stdlib":    # all else is read once, to see that it is text
             for _ in documents(f, ""):
                 pass
-        parts.append((f, "|u1", 0, os.path.getsize(f)))
-    tokens = Tokens(parts + [token_file(f, vocab_size) for f in of_kind["token"]])
+        parts.append(Part(f, "|u1", 0, os.path.getsize(f)))
+    # without a tokenizer a separator counts as text
+    size = about["bytes"] if text.tokenizer else sum(part.count for part in parts)
+    parts += [token_file(f, vocab_size) for f in numbers]
+    documents_known = about["documents"] + len(plain)
+    # nobody knows how many bytes of text the numbers stand for
+    tokens = Tokens(parts, files, documents_known, 0 if numbers else size)
     if not len(tokens):
         raise ValueError(f"data.{key}={path} is empty"
                          + (", validation data left out" if without else ""))
-    tokens.paths = list(files.values())
-    tokens.digest = f"{hash64([(name, os.path.getsize(f)) for name, f in files.items()]):016x}"
-    if not of_kind["token"]:    # nobody knows how many bytes those were
-        tokens.bytes_per_token = about["bytes"] / len(tokens) if text.tokenizer else 1
-    counts = [f"{len(of_kind[kind]):,} {kind}" for kind in sorted(of_kind) if of_kind[kind]]
-    tokens.summary = describe(tokens, ", ".join(counts), about["documents"] + len(plain))
     return tokens
-
-
-def describe(tokens: Tokens, files: str, documents: int) -> str:
-    """What a source holds, for the data line."""
-    line = f"files: {files} | " + (f"documents: {documents:,} | " if documents else "")
-    if tokens.bytes_per_token == 1:
-        return f"{line}bytes: {len(tokens):,}"
-    if tokens.bytes_per_token:
-        size = round(len(tokens) * tokens.bytes_per_token)
-        line += f"bytes: {size:,}, {tokens.bytes_per_token:.2f} per token | "
-    return f"{line}tokens: {len(tokens):,}"
 
 
 def build_data(config: dict) -> tuple[Dataset, Dataset]:
@@ -793,10 +764,8 @@ def byte_tokenizer() -> bytes:
     vocab = {chr(b if b in plain else next(others)): b for b in range(256)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
              "use_regex": False}
-    return json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-        "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
-        "model": {"type": "BPE", "merges": [], "vocab": vocab}}).encode()
+    return json.dumps({"added_tokens": [], "pre_tokenizer": level, "decoder": level,
+                       "model": {"type": "BPE", "merges": [], "vocab": vocab}}).encode()
 
 
 def name_byte_zero(content: bytes) -> tuple[bytes, int | None]:
@@ -817,8 +786,7 @@ def name_byte_zero(content: bytes) -> tuple[bytes, int | None]:
 def tokenizer_files(config: dict) -> tuple[dict, dict]:
     """What an export needs of the tokenizer: ({name: bytes} of the files with which transformers'
     AutoTokenizer reads and writes this model's tokens, {"bos_token_id", "eos_token_id",
-    "pad_token_id": int}, those there are). Both are empty if the tokens came as numbers.
-    Raises what Text() raises."""
+    "pad_token_id": int}, those there are). Both are empty if the tokens came as numbers."""
     text = Text(config)
     if not text.tokenizer and config["model"]["vocab_size"] != 256:
         return {}, {}
@@ -844,19 +812,9 @@ def tokenizer_files(config: dict) -> tuple[dict, dict]:
 # ---- batches: whatever a dataset or a loader gives, as tensors
 
 
-def as_tensor(value) -> torch.Tensor | None:
-    """Numbers as a tensor, whole numbers as int64; None for what is no array of numbers."""
-    if not isinstance(value, torch.Tensor):
-        try:
-            value = torch.from_numpy(np.array(value))
-        except (TypeError, ValueError):     # text, None, rows of unequal length
-            return None
-    return value if value.is_floating_point() or value.dtype == torch.bool else value.long()
-
-
 def named(item) -> dict:
     """An item or a batch as a dict: from a dict, a tuple in the order of the names, an array, or a
-    plain list of token ids. Raises TrainingError if it has no input_ids."""
+    plain list of token ids."""
     if not isinstance(item, Mapping):
         ids = not isinstance(item, (tuple, list)) or item and isinstance(item[0], int)
         names = ("input_ids", "labels", "attention_mask")
@@ -868,8 +826,15 @@ def named(item) -> dict:
 
 
 def tensors(item) -> dict:
-    """The tensors in an item or a batch."""
-    return {k: t for k, v in named(item).items() if (t := as_tensor(v)) is not None}
+    """What is numbers in an item or a batch, as tensors, whole numbers as int64."""
+    found = {}
+    for key, value in named(item).items():
+        with contextlib.suppress(TypeError, ValueError):    # text, None, rows of unequal length
+            if not isinstance(value, torch.Tensor):
+                value = torch.from_numpy(np.array(value))
+            whole = not value.is_floating_point() and value.dtype != torch.bool
+            found[key] = value.long() if whole else value
+    return found
 
 
 def collate(items: list) -> dict:
@@ -885,7 +850,7 @@ def collate(items: list) -> dict:
 
 
 def tensors_of(batch) -> dict:
-    """The tensors in a batch of any kind, with input_ids (B, T) int64. Raises TrainingError."""
+    """The tensors in a batch of any kind, with input_ids (B, T) int64."""
     batch = named(batch)
     ids = batch["input_ids"]
     if isinstance(ids, (list, tuple)) and isinstance(ids[0], torch.Tensor):
@@ -904,7 +869,7 @@ def tensors_of(batch) -> dict:
     return {k: v[None] for k, v in batch.items() if v.shape == ids.shape}
 
 
-def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
+def as_batch(batch, memory: set, ignore: int = IGNORE) -> dict:
     """A batch as {"input_ids": (B, T), "labels": (B, T), maybe "attention_mask", ...}.
 
     labels[t] is the token after input_ids[t], and IGNORE where it does not count: padding, and what
@@ -927,7 +892,7 @@ def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
         counts &= labels != ignore
     labels = labels.masked_fill(~counts, IGNORE)
     differ = bool(((labels != ids) & counts).any())
-    if differ and memory is not None:
+    if differ:
         memory.add("shifted")
     if "labels" not in batch or not differ and not memory:
         labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE).masked_fill(padding, IGNORE)
@@ -938,7 +903,7 @@ def as_batch(batch, ignore: int = IGNORE, memory: set | None = None) -> dict:
 def seeded(*parts):
     """Random numbers as a function of `parts` in here, and afterwards as if none had been drawn."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.manual_seed(hash64(*parts) >> 1)
+    torch.default_generator.manual_seed(hash64(*parts) >> 1)    # keep: of the CPU alone
     np.random.seed(hash64(*parts) & 0xFFFFFFFF)
     random.seed(hash64(*parts))
     try:
@@ -976,13 +941,9 @@ def collate_bytes(collate_fn, items) -> bytes:
     return pickle.dumps(collate_fn(items))
 
 
-def unpack(batch):
-    return pickle.loads(batch) if isinstance(batch, bytes) else batch
-
-
 def start(loader):
     """iter(loader), with data processes that leave signals and /dev/shm alone."""
-    if not getattr(loader, "num_workers", 0):
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
         return iter(loader)
     # keep: when a data process dies torch raises in the middle of whatever runs then. A step must
     # not be torn, so that handler goes: the next fetch tells.
@@ -992,7 +953,7 @@ def start(loader):
     loader.collate_fn = functools.partial(collate_bytes, collate_fn)
     loader.worker_init_fn = init or worker_init
     try:
-        return map(unpack, iter(loader))
+        return map(pickle.loads, iter(loader))
     finally:
         loader.collate_fn, loader.worker_init_fn = collate_fn, init
         if main:
@@ -1003,12 +964,10 @@ def is_map_style(data) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def replay(loader, config: dict, position: int, ignore: int):
-    """The batches of somebody else's loader, epoch after epoch, from sample `position` on. What it
-    draws at random is seeded batch by batch, so it draws the same again and the model's dropout
-    never notices."""
-    key, skip = (config["run"]["seed"], config["distributed"]["node_id"]), position
-    memory = set()
+def replay(loader, config: dict):
+    """The batches of somebody else's loader, epoch after epoch. What it draws at random is seeded
+    batch by batch, so it draws the same again and the model's dropout never notices."""
+    key = config["run"]["seed"], config["distributed"]["node_id"]
     for epoch in itertools.count():
         with seeded(*key, epoch, "epoch"):
             iterator = start(loader)
@@ -1017,21 +976,22 @@ def replay(loader, config: dict, position: int, ignore: int):
                 batch = next(iterator, None)
             if batch is None:
                 break
-            batch = as_batch(batch, ignore, memory)
-            skip -= len(batch["input_ids"])
-            if skip < 0:
-                yield batch
+            yield batch
         if i == 0:
             raise TrainingError("the training data gave no batch")
 
 
-def batches(data, config: dict, position: int, ignore: int = IGNORE):
-    """Yield microbatches, as as_batch() makes them, for ever, from sample `position` on. `data`: a
-    Dataset, anything with a length and items, or an iterable of batches such as a DataLoader."""
+def batches(data, config: dict, position: int):
+    """Yield microbatches for ever, from sample `position` on. `data`: a Dataset, anything with a
+    length and items, or an iterable of batches such as a DataLoader."""
+    c = config["data"]
     if isinstance(data, IterableDataset):
-        data = DataLoader(data, config["data"]["micro_batch_size"], collate_fn=collate)
+        data = DataLoader(data, c["micro_batch_size"], collate_fn=collate)
     if not is_map_style(data):
-        yield from replay(data, config, position, ignore)
+        for batch in map(tensors_of, replay(data, config)):
+            position -= len(batch["input_ids"])
+            if position < 0:
+                yield batch
     if not len(data):
         raise TrainingError("the training data is empty")
     if isinstance(data, Mapping):
@@ -1039,29 +999,24 @@ def batches(data, config: dict, position: int, ignore: int = IGNORE):
                             f"of them")
     if not isinstance(data, Windows):
         data = Shuffled(data, config)
-    c, memory = config["data"], set()
     workers = c["num_workers"]
-    loader = DataLoader(
+    yield from start(DataLoader(
         data, c["micro_batch_size"], sampler=itertools.count(position), collate_fn=collate,
         num_workers=workers, prefetch_factor=c["prefetch_factor"] if workers else None,
-        generator=torch.Generator())  # keep: its own, or each start would move the dropout masks
-    for batch in start(loader):
-        yield as_batch(batch, ignore, memory)
+        generator=torch.Generator()))   # keep: its own, or each start would move the dropout masks
 
 # ---- device, precision, optimizer, learning rate
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that run.device names; auto takes the first there is of cuda, mps and cpu.
-    Raises ValueError for a device that this machine lacks."""
-    there = {f"cuda:{i}" for i in range(torch.cuda.device_count())} | {"cpu"}
-    there |= {"cuda"} if torch.cuda.is_available() else set()
-    there |= {"mps"} if torch.backends.mps.is_available() else set()
-    if name == "auto":
-        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if kind in there))
+    """The device that run.device names; auto takes the first there is of cuda, mps and cpu."""
+    there = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    there = ["cuda", *there] if there else []
+    there += ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    name = there[0] if name == "auto" else name
     if name not in there:
         raise ValueError(f"run.device={name} is not on this machine: use auto or one of "
-                         f"{', '.join(sorted(there))}")
+                         f"{', '.join(there)}")
     return torch.device(name)
 
 
@@ -1099,30 +1054,26 @@ def build_optimizers(
     A hidden matrix is the weight of neither an embedding nor the last nn.Linear, the output.
     Tensors of 2 dimensions or more decay. Raises ValueError for a model without parameters.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
-    hidden = set()
+    rest, matrices, optimizers = [p for p in model.parameters() if p.requires_grad], [], []
+    if not rest:
+        raise ValueError("the model has no trainable parameter")
     if c["name"] == "muon":
         linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
         embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         outside = {id(m.weight) for m in embeddings + linears[-1:]}
-        hidden = {id(p) for p in params if p.dim() == 2} - outside
-    matrices = [p for p in params if id(p) in hidden]
-    rest = [p for p in params if id(p) not in hidden]
-    optimizers = []
+        matrices = [p for p in rest if p.dim() == 2 and id(p) not in outside]
+        rest = [p for p in rest if p.dim() != 2 or id(p) in outside]
     if matrices:    # match_rms_adamw: updates the size of AdamW's, so one learning rate serves both
         optimizers.append(torch.optim.Muon(matrices, lr=c["lr"], weight_decay=c["weight_decay"],
                                            adjust_lr_fn="match_rms_adamw"))
     groups = [dict(params=[p for p in rest if p.dim() >= 2], weight_decay=c["weight_decay"]),
               dict(params=[p for p in rest if p.dim() < 2], weight_decay=0.0)]
-    groups = [group for group in groups if group["params"]]
-    if groups:
+    if rest:
         options = dict(lr=c["lr"], betas=c["betas"], eps=c["eps"])
         try:
             optimizers.append(torch.optim.AdamW(groups, **options, fused=c["fused"] or None))
         except RuntimeError:    # no fused kernel for this device or dtype
             optimizers.append(torch.optim.AdamW(groups, **options))
-    if not optimizers:
-        raise ValueError("the model has no trainable parameter")
     return optimizers
 
 
@@ -1155,7 +1106,7 @@ def keep_freed_memory():
 
 
 def checkpoint_activations(model: nn.Module):
-    """Turn gradient checkpointing on. Raises ValueError for a model that cannot."""
+    """Turn gradient checkpointing on."""
     if hasattr(model, "set_gradient_checkpointing"):
         model.set_gradient_checkpointing(True)
     elif hasattr(model, "gradient_checkpointing_enable"):       # transformers
@@ -1188,58 +1139,46 @@ def written_ignore_index(kind: type) -> int:
 class Loss:
     """The mean loss of any model over the labels of a batch that count.
 
-    Two things about the model are found out once. Its forward tells the names of its arguments. The
-    first batch tells whether it shifts labels itself, as transformers' models do; such a model is
-    given labels in line with input_ids.
+    Its forward tells how the model is called. Its first batch tells whether it shifts labels
+    itself, as transformers' models do.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype=torch.float32, pin=False):
         self.model, self.device, self.dtype, self.pin = model, device, dtype, pin
-        self.ignore = ignore_index(model)
+        self.ignore, self.memory = ignore_index(model), set()
         self.shifts = None      # not known yet
         parameters = inspect.signature(model.forward).parameters.values()
-        kinds = {p.kind for p in parameters}
-        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self.names = {p.name for p in parameters}
-        if inspect.Parameter.VAR_KEYWORD in kinds:
+        self.names = {p.name for p in parameters}       # of the arguments that go by name
+        if any(p.kind == p.VAR_KEYWORD for p in parameters):
             self.names |= {"input_ids", "labels", "attention_mask"}
-        if places or inspect.Parameter.VAR_POSITIONAL in kinds:
+        places = [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
+        if places:
             self.names.discard("input_ids")     # it is the first argument, whatever its name
-        self.second = ("labels" not in self.names and len(places) > 1
-                       and self.takes_labels(places[1]))
+        self.second = "labels" not in self.names and any(map(takes_labels, places[1:2]))
 
-    @staticmethod
-    def takes_labels(second: inspect.Parameter) -> bool:
-        """Whether the second argument of a forward without `labels` is the labels."""
-        if second.default is second.empty:
-            return second.name not in ("attention_mask", "position_ids")
-        return second.name in ("targets", "target", "y")
-
-    def count(self, batch: dict) -> int:
-        """How many labels of a batch of as_batch() count. A model that shifts inside never sees the
-        last one of a row."""
+    def prepare(self, batch: dict) -> tuple[dict, int]:
+        """(any batch with its labels where this model wants them, how many of them count)."""
+        batch = as_batch(batch, self.memory, self.ignore)
         if self.shifts is None:
             self.shifts = self.shifts_inside(batch)
-        labels = batch["labels"][:, :-1] if self.shifts else batch["labels"]
-        return int((labels != IGNORE).sum())
+        labels = batch["labels"]
+        if self.shifts:     # in line with input_ids; the last one of a row is never seen
+            labels = F.pad(labels[:, :-1], (1, 0), value=IGNORE)
+        return {**batch, "labels": labels}, int((labels != IGNORE).sum())
 
     def __call__(self, forward, batch: dict) -> torch.Tensor:
-        """Mean loss of a batch of as_batch(), NaN or 0 if no label counts. `forward` is the model,
-        or the compiled one. Raises TrainingError."""
-        if self.shifts:
-            batch = {**batch, "labels": F.pad(batch["labels"][:, :-1], (1, 0), value=IGNORE)}
+        """Mean loss of a batch of prepare(), NaN or 0 if no label counts. `forward` is the model,
+        or the compiled one."""
         if self.pin:        # only from pinned memory a copy does not hold up the GPU
             batch = {k: v.pin_memory() for k, v in batch.items()}
         batch = {k: v.to(self.device, non_blocking=True) for k, v in batch.items()}
         ids, labels = batch["input_ids"], batch["labels"]
         theirs = batch["labels"] = labels.masked_fill(labels == IGNORE, self.ignore)
         named = {k: v for k, v in batch.items() if k in self.names}
-        arguments = [] if "input_ids" in named else [ids]
-        if self.second:
-            arguments.append(theirs)
+        places = [] if "input_ids" in named else [ids, theirs] if self.second else [ids]
         try:
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                return loss_of(forward(*arguments, **named), labels)
+                return loss_of(forward(*places, **named), labels)
         except IndexError as e:
             if f"Target {self.ignore} is out of bounds" not in str(e):
                 raise
@@ -1264,18 +1203,23 @@ class Loss:
         self.model.eval()
         try:
             with seeded("labels"):
-                one, other = (self(self.model, {**rows, "labels": labels}).item()
-                              for labels in (first, none))
-            return one == other or math.isnan(one) and math.isnan(other)
+                losses = [self(self.model, {**rows, "labels": labels}) for labels in (first, none)]
+            return torch.allclose(*losses, rtol=0, atol=0, equal_nan=True)
         except Exception:       # a model of a handful of tokens, say: training tells what is wrong
             return False
         finally:
             self.model.train(was_training)
 
 
+def takes_labels(second: inspect.Parameter) -> bool:
+    """Whether the second argument of a forward without `labels` is the labels."""
+    if second.kind == second.VAR_POSITIONAL or second.name in ("attention_mask", "position_ids"):
+        return False
+    return second.default is second.empty or second.name in ("targets", "target", "y")
+
+
 def loss_of(output, labels) -> torch.Tensor:
-    """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss.
-    Raises TrainingError if it holds neither."""
+    """The scalar loss in what a model returned; from logits (B, T, V) it is the causal LM loss."""
     if isinstance(output, (tuple, list)):
         parts = output
     elif hasattr(output, "keys"):
@@ -1295,16 +1239,15 @@ def loss_of(output, labels) -> torch.Tensor:
 @torch.no_grad()
 def mean_loss(model, data, config: dict, device, dtype=torch.float32) -> float:
     """Mean loss over the labels that count in the first run.eval_batches microbatches of `data`,
-    without dropout. Raises TrainingError if there are none."""
+    without dropout."""
     if is_map_style(data) or isinstance(data, IterableDataset):
         data = DataLoader(data, config["data"]["micro_batch_size"], collate_fn=collate)
-    loss, memory = Loss(model, device, dtype), set()
-    total, count = 0.0, 0
+    loss, total, count = Loss(model, device, dtype), 0.0, 0
     model.eval()
     with seeded("eval"):    # the same batches each time, and training does not notice
         for batch in itertools.islice(start(data), config["run"]["eval_batches"]):
-            batch = as_batch(batch, loss.ignore, memory)
-            if labels := loss.count(batch):
+            batch, labels = loss.prepare(batch)
+            if labels:
                 total += loss(model, batch).item() * labels
                 count += labels
     model.train()
@@ -1355,8 +1298,7 @@ def pick(logits, c: dict, generator) -> int:
 
 
 def print_sample(model: nn.Module, config: dict, text, count: int):
-    """Print run.sample and up to `count` tokens after it. `text` is a Text. Raises
-    TrainingError."""
+    """Print run.sample and up to `count` tokens after it. `text` is a Text."""
     try:
         prompt = text.encode(config["run"]["sample"]) or text.encode("\n")
         if max(prompt) >= config["model"]["vocab_size"]:
@@ -1369,13 +1311,13 @@ def print_sample(model: nn.Module, config: dict, text, count: int):
 # ---- checkpoints
 
 
-def write_atomically(path: Path, write) -> None:
-    """Call write(file), and let `path` be the whole result or what it was before.
-    Raises TrainingError on a full disk."""
+def write_atomically(path: Path, write):
+    """Call write(file), and let `path` be the whole result or what it was before. Returns what
+    write() does."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as f:
-            write(f)
+            result = write(f)
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
@@ -1383,12 +1325,13 @@ def write_atomically(path: Path, write) -> None:
             folder = os.open(path.parent, os.O_RDONLY)
             os.fsync(folder)  # the rename itself
             os.close(folder)
+        return result
     except BaseException as e:      # a Ctrl-C, too, leaves nothing half written
         with contextlib.suppress(OSError):
             temporary.unlink()
         # torch.save reports a failed write as a RuntimeError, in the context of the real one
-        cause = e.__context__ if isinstance(e.__context__, OSError) else e
-        if not isinstance(cause, (OSError, RuntimeError)) or isinstance(cause, TrainingError):
+        cause = e.__context__ if isinstance(e, RuntimeError) and e.__context__ else e
+        if not isinstance(cause, OSError):
             raise
         raise TrainingError(f"cannot write {path}: {one_line(cause)[:200]}") from e
 
@@ -1405,8 +1348,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path, check=True) -> dict:
-    """A checkpoint, with every byte checked against its CRC; check=False maps the file instead,
-    for its settings. Raises ValueError if it is damaged."""
+    """A checkpoint, with every byte checked against its CRC; check=False maps the file instead, for
+    its settings."""
     try:
         with zipfile.ZipFile(path) as z:
             if check and (bad := z.testzip()):
@@ -1420,31 +1363,27 @@ def read_checkpoint(path: Path, check=True) -> dict:
 
 def load_checkpoint(config: dict, check=True) -> tuple[Path, dict]:
     """(path, state) of a run's newest checkpoint that is whole, or of its best one with run.best.
-    Says which are damaged. Raises FileNotFoundError if there is none."""
+    Says which are damaged."""
     folder, best = run_folder(config), config["run"]["best"]
-    for path in [folder / "best.pt"] if best else checkpoints(folder):
+    for path in folder.glob("best.pt") if best else checkpoints(folder):
         try:
-            if path.exists():
-                return path, read_checkpoint(path, check)
+            return path, read_checkpoint(path, check)
         except ValueError as e:
-            say(f"notice   {e}; {'it cannot be used' if best else 'trying the one before'}")
+            say(f"notice   {e}")
     raise FileNotFoundError(f"no usable {'best.pt' if best else 'checkpoint'} in {folder}: name "
                             f"the run with --name, or train without --resume")
 
 
 def load_model(model: nn.Module, state: dict, path: Path):
-    """Fill a model from a checkpoint. Raises ValueError, naming a tensor, if it is another one."""
-    ours = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    theirs = {k: tuple(v.shape) for k, v in state["model"].items()}
-    for k in sorted(ours.keys() | theirs.keys()):
-        if ours.get(k) != theirs.get(k):
-            raise ValueError(f"{path} is of another model: {k} is {theirs.get(k, 'missing')} "
-                             f"there, {ours.get(k, 'missing')} here")
-    model.load_state_dict(state["model"])
+    """Fill a model from a checkpoint."""
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as e:
+        raise ValueError(f"{path} is of another model: {one_line(e)[:300]}") from None
 
 
 def load_optimizers(optimizers: list, states: list, path: Path):
-    """Give optimizers the state of a checkpoint; their settings stay. Raises ValueError."""
+    """Give optimizers the state of a checkpoint; their settings stay."""
     if len(states) != len(optimizers):
         raise ValueError(f"{path} was written with another optimizer.name")
     for optimizer, state in zip(optimizers, states):
@@ -1484,18 +1423,27 @@ def set_random_state(state: dict) -> None:
     random.setstate(state["python"])
 
 
-def forget_after(folder: Path, step: int):
-    """Drop the lines of metrics.jsonl that later steps will write again, and what a kill has cut
-    off; add a line that says where the run goes on."""
-    path, kept = folder / "metrics.jsonl", []
+def read_events(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl. One that is damaged, cut off by a kill, or just being written
+    is left out."""
+    found = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.splitlines(keepends=True):
-        with contextlib.suppress(ValueError, AttributeError, TypeError):
-            if json.loads(line).get("step", 0) <= step and line.endswith("\n"):
-                kept.append(line)
-    event = {"event": "resume", "step": step, "path": f"step_{step:012d}.pt"}
-    kept.append(json.dumps(event) + "\n")
-    write_atomically(path, lambda f: f.write("".join(kept).encode()))
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("step"), int):
+                found.append(event)
+    return found
+
+
+def forget_after(folder: Path, step: int):
+    """Drop the lines of metrics.jsonl that later steps will write again, and add one that says
+    where the run goes on."""
+    path = folder / "metrics.jsonl"
+    kept = [event for event in read_events(path) if event["step"] <= step]
+    kept.append({"event": "resume", "step": step, "path": f"step_{step:012d}.pt"})
+    lines = "".join(json.dumps(event) + "\n" for event in kept)
+    write_atomically(path, lambda f: f.write(lines.encode()))
 
 # ---- watching: a picture, TensorBoard, a bar
 
@@ -1546,46 +1494,36 @@ def curve(points) -> np.ndarray:
 
 
 def read_curves(path: Path) -> dict:
-    """What draw() takes of a run, out of its metrics.jsonl. A line that is damaged, or cut off
-    because the run is writing it, is left out. Raises OSError."""
-    curves = {"train": [], "val": [], "lr": []}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            event = json.loads(line)
-            if event["event"] == "step":
-                curves["train"].append((event["step"], event["loss"]))
-                curves["lr"].append((event["step"], event["lr"]))
-            elif event["event"] == "eval":
-                curves["val"].append((event["step"], event["val_loss"]))
-    return curves
+    """What draw() takes of a run, out of its metrics.jsonl."""
+    keys = {"train": "loss", "val": "val_loss", "lr": "lr"}
+    return {name: [(event["step"], event[key]) for event in read_events(path) if key in event]
+            for name, key in keys.items()}
 
 
 def plot(config: dict) -> Path:
     """Write loss.svg and return its path: in the run's folder or, for several runs (run.name=a,b),
     in run.output_dir. The nodes of a swarm below runs/<name>/ are several runs too. It only reads
-    the runs, which may be going on. Raises FileNotFoundError with the runs there are, ValueError
-    for runs without a loss or without matplotlib."""
+    the runs, which may be going on."""
     root, node = Path(config["run"]["output_dir"]), config["distributed"]["node_id"]
+    files = [*root.glob("*/metrics.jsonl"), *root.glob("*/*/metrics.jsonl")]
+    there = sorted(f.parent for f in files)
     names = [name.strip() for name in config["run"]["name"].split(",")]
-    folders, files = [root / name / node for name in names if name], []
+    folders, runs = [root / name / node for name in names if name], {}
     for folder in folders:
-        own = folder / "metrics.jsonl"
-        found = [own] if own.exists() else sorted(folder.glob("*/metrics.jsonl"))
+        found = [f for f in there if f == folder] or [f for f in there if f.parent == folder]
         if not found:
-            there = [*root.glob("*/metrics.jsonl"), *root.glob("*/*/metrics.jsonl")]
-            there = ", ".join(sorted(f.parent.relative_to(root).as_posix() for f in there))
-            raise FileNotFoundError(f"--plot: no run in {folder}; there are: {there or 'none'}")
-        files += found
-    runs = {f.parent.relative_to(root).as_posix(): read_curves(f) for f in files}
+            names = ", ".join(f.relative_to(root).as_posix() for f in there)
+            raise FileNotFoundError(f"--plot: no run in {folder}; there are: {names or 'none'}")
+        for f in found:
+            runs[f.relative_to(root).as_posix()] = read_curves(f / "metrics.jsonl")
     if not any(run["train"] or run["val"] for run in runs.values()):
-        raise ValueError(f"--plot: no loss to draw yet in {', '.join(map(str, files))}")
+        raise ValueError(f"--plot: no loss to draw yet in {', '.join(runs)}")
     path = (folders[0] if len(folders) == 1 else root) / "loss.svg"
     path.write_text(draw(runs), encoding="utf-8")
     return path
 
 
 def summary_writer() -> type:
-    """TensorBoard's own class. Raises ValueError without the package."""
     try:
         from torch.utils.tensorboard import SummaryWriter
         return SummaryWriter
@@ -1596,12 +1534,9 @@ def summary_writer() -> type:
 
 def write_scalars(writer, event: str, payload: dict):
     """A hook, with a SummaryWriter: the numbers of the `step` and `eval` lines."""
-    tags = {"step": {"loss": "train/loss", "lr": "train/lr", "grad_norm": "train/grad_norm",
-                     "tokens_per_s": "train/tokens_per_s"},
-            "eval": {"val_loss": "val/loss", "val_loss_per_byte": "val/loss_per_byte"}}
-    for key, tag in tags.get(event, {}).items():
-        if payload.get(key) is not None:
-            writer.add_scalar(tag, payload[key], payload["step"])
+    for key in ("loss", "lr", "grad_norm", "tokens_per_s", "val_loss", "val_loss_per_byte"):
+        if event in ("step", "eval") and payload.get(key) is not None:
+            writer.add_scalar(key, payload[key], payload["step"])
 
 
 @contextlib.contextmanager
@@ -1676,13 +1611,11 @@ def outside_trouble(e: Exception) -> str:
 def catching_signals(handler):
     """Ctrl-C, SIGTERM and SIGHUP go to `handler` in here. A SIGHUP that nohup ignores stays
     ignored."""
-    names, before = [], {}
+    numbers, before = [signal.SIGINT, signal.SIGTERM], {}
+    if os.name == "posix" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     if threading.current_thread() is threading.main_thread():   # Python allows it nowhere else
-        names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    for name in names:
-        number = signal.Signals[name]
-        if name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, handler)
+        before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -1754,8 +1687,7 @@ class Trainer:
         say(f"folder   {self.folder}")
 
     def open_folder(self, folder: Path):
-        """Lock the run's folder, then begin a run in it or resume the one it holds. Raises
-        ValueError if it is in use or cannot be resumed, OSError if it cannot be written."""
+        """Lock the run's folder, then begin a run in it or resume the one it holds."""
         self.folder, self.writer = folder, None
         resume = self.config["run"]["resume"]
         # what can be refused is refused before the folder is made or touched
@@ -1821,7 +1753,7 @@ class Trainer:
 
     def save(self):
         """Write step_<step>.pt, point latest.json at it, and delete what checkpoint.keep_last does
-        not keep. Raises TrainingError."""
+        not keep."""
         self.refuse_not_finite()
         path = self.folder / f"step_{self.step:012d}.pt"
         state = self.state_dict()
@@ -1834,7 +1766,7 @@ class Trainer:
 
     def resume(self):
         """Continue from the newest checkpoint that is whole, or from the best one, and say which
-        settings are others now. Raises ValueError or FileNotFoundError."""
+        settings are others now."""
         path, state = load_checkpoint(self.config)
         load_model(self.model, state, path)
         load_optimizers(self.optimizers, state["optimizers"], path)
@@ -1857,8 +1789,7 @@ class Trainer:
         if changed := changes(state["config"], self.config):
             line += f" | now {changed}"
         say(line)
-        before, now = state.get("data"), getattr(self.train_data, "fingerprint", None)
-        if before and now and (change := data_change(before, now)):
+        if change := data_change(state.get("data"), getattr(self.train_data, "fingerprint", None)):
             say(f"notice   {change}")
 
     # evaluation and samples
@@ -1867,7 +1798,7 @@ class Trainer:
         return mean_loss(self.model, self.val_data, self.config, self.device, self.dtype)
 
     def eval_and_keep_best(self):
-        """Evaluate, write best.pt if this is the best, and print a sample. Raises TrainingError."""
+        """Evaluate, write best.pt if this is the best, and print a sample."""
         self.refuse_not_finite()
         val_loss = self.evaluate()
         if not math.isfinite(val_loss):
@@ -1890,26 +1821,22 @@ class Trainer:
         if self.step < self.config["run"]["max_steps"]:
             count = min(100, count)
         try:
-            print_sample(self.model, self.config, self.text, count)
+            print_sample(self.model, self.config, Text(self.config), count)
         except TrainingError as e:      # the run itself is well
             say(f"notice   {e}")
 
-    @functools.cached_property
-    def text(self):
-        return Text(self.config)        # reads the tokenizer: once, and only for a sample
-
     # one update
 
-    def next_batches(self, data) -> tuple[list[dict], int]:
-        """The microbatches of the next update, none if a signal ends the wait for them, and how
-        many samples were taken. Raises TrainingError if no label counts, a hundred times in a
-        row."""
+    def next_batches(self, data) -> tuple[list[tuple[dict, int]], int]:
+        """The microbatches of the next update with their numbers of labels, none if a signal ends
+        the wait for them, and how many samples were taken."""
         samples, self.fetching = 0, True    # a signal need not wait for a loader that hangs
         try:
             for _ in range(100):
-                microbatches = [next(data) for _ in range(self.config["data"]["accumulation"])]
-                samples += sum(len(b["input_ids"]) for b in microbatches)
-                if any(self.loss.count(b) for b in microbatches):
+                microbatches = [self.loss.prepare(next(data))
+                                for _ in range(self.config["data"]["accumulation"])]
+                samples += sum(len(batch["input_ids"]) for batch, _ in microbatches)
+                if any(count for _, count in microbatches):
                     return microbatches, samples
         except BaseException:
             if self.stop_signal:    # it ended the wait, or the data processes
@@ -1919,16 +1846,16 @@ class Trainer:
             self.fetching = False
         raise TrainingError("the batches of 100 steps in a row hold no label that counts")
 
-    def forward_backward(self, microbatches: list[dict]) -> tuple[torch.Tensor, int]:
+    def forward_backward(self, microbatches: list) -> tuple[torch.Tensor, int]:
         """Accumulate the gradients of the mean loss over all labels that count in the microbatches.
         Returns that loss, still on the device, and the number of labels."""
         total = torch.zeros((), device=self.device)
-        counts = [self.loss.count(batch) for batch in microbatches]
+        labels = sum(count for _, count in microbatches)
         try:
-            for batch, count in zip(microbatches, counts):
+            for batch, count in microbatches:
                 if not count:
                     continue        # its own mean would be NaN
-                loss = self.loss(self.forward, batch) * (count / sum(counts))
+                loss = self.loss(self.forward, batch) * (count / labels)
                 self.scaler.scale(loss).backward()
                 total += loss.detach()
         except Exception as e:
@@ -1940,7 +1867,7 @@ class Trainer:
             self.forward = self.model
             self.model.zero_grad(set_to_none=True)
             return self.forward_backward(microbatches)
-        return total, sum(counts)
+        return total, labels
 
     def learning_rate(self) -> float:
         lr, step = self.config["optimizer"]["lr"], self.step
@@ -2006,7 +1933,7 @@ class Trainer:
         if self.coordinator:
             self.coordinator.start(self)    # may move to another step
         first, total = self.step, self.config["run"]["max_steps"]
-        data = batches(self.train_data, self.config, self.position, self.loss.ignore)
+        data = batches(self.train_data, self.config, self.position)
         # closing the generator ends its data processes
         with contextlib.closing(data), bar(first, total) as self.bar:
             try:
@@ -2087,13 +2014,13 @@ class Trainer:
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
-    def say_batch(self, microbatches: list[dict]):
-        n, (B, T) = len(microbatches), microbatches[0]["input_ids"].shape
+    def say_batch(self, microbatches: list):
+        n, (B, T) = len(microbatches), microbatches[0][0]["input_ids"].shape
         say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
             f"(microbatches x samples x positions)")
 
     def log(self, clock: Clock, loss, lr: float, norm):
-        """One `step` line. Raises TrainingError if the run cannot go on."""
+        """One `step` line."""
         self.refuse_not_finite()    # waits for the device: only then is the clock right
         self.refuse_collapse()
         loss, norm, now = loss.item(), norm.item(), time.perf_counter()
