@@ -2846,8 +2846,9 @@ class Node(diloco.PlainTrainer):
         self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings})
         if not threads:
             self.node.job, self.node.begin_look = Later, lambda: None
-            # without a clock no node has a speed
+            # without a clock no node has a speed, and none is early
             self.node.loop_steps = lambda: self.node.settings["inner_steps"]
+            self.node.keep_in_step = lambda: None
         if saved:
             self.model.load_state_dict(saved["model"])
             self.step, self.position, self.tokens = (
@@ -2957,6 +2958,8 @@ def test_nesterov_is_torch_sgd_and_the_momentum_is_read_off_the_path():
     assert torch.allclose(w["w"], p, rtol=1e-5, atol=1e-5)
     settings = {"outer_momentum": 0.8, "outer_warmup": 4}
     assert [diloco.outer_momentum(settings, n) for n in (0, 1, 3, 9)] == [0.2, 0.4, 0.8, 0.8]
+    falling = [diloco.outer_momentum(settings, 9, left) for left in (7.0, 3.0, 1.5, 0.0)]
+    assert falling == [0.8, 0.8, 0.4, 0.0]
     half = diloco.Update(0.5, 0.4, 0.4 ** 0.5, 1.0, False, "fp32", [], shapes, None)
     u = diloco.nesterov(torch.zeros(1), torch.ones(1), half)
     assert u.item() == pytest.approx(0.5 * 0.4 * 0.4 ** 0.5)
@@ -4512,13 +4515,35 @@ def test_the_swarm_ends_as_one(tmp_path, speeds, most):
 @pytest.mark.parametrize("speeds, expected", [([2.0, 1.0, 0.5], [20, 10, 5]),
                                               ([1.0, 1.0, 0.1], [10, 10, 2])])
 def test_the_loops_of_all_nodes_take_the_same_time(tmp_path, speeds, expected):
-    """Once all speeds are known; but a loop has at least a quarter of inner_steps."""
-    config = tiny(tmp_path, "--max-steps=140", "--inner-steps=10", "--codec=int4")
+    """Once all speeds are known, but for a tenth, the time between two looks at the hub; and a loop
+    has at least a quarter of inner_steps."""
+    config = tiny(tmp_path, "--max-steps=180", "--inner-steps=10", "--codec=int4")
     master, _ = simulate(config, speeds)
     merged = [entry for line in history_of(master.transport) for entry in line.get("merged", ())]
     for i, usual in enumerate(expected):
         steps = [entry["steps"] for entry in merged if entry["node"] == f"n{i}"]
-        assert steps[0] == 10 and statistics.mode(steps) == usual, steps
+        assert steps[0] == 10, steps
+        assert abs(statistics.median(steps[3:-1]) - usual) <= 0.15 * usual, steps
+
+
+def test_nodes_come_into_step(tmp_path):
+    """However they began: after six rounds each round has one delta of each, and none of them has
+    missed more than the one round that was under way."""
+    config = tiny(tmp_path, "--max-steps=120", "--inner-steps=10", "--codec=int4")
+    master, _ = simulate(config, SPEEDS, latency=2.5, joins=(0.0, 6.5, 2.0, 3.5))
+    rounds = [line for line in history_of(master.transport) if line.get("merged")][6:-3]
+    assert len(rounds) > 2
+    for line in rounds:
+        assert len(line["merged"]) == len(SPEEDS), line
+        late = [line["outer_step"] - 1 - delta["base_outer_step"] for delta in line["merged"]]
+        assert max(late) <= 0, line
+
+
+def test_the_outer_momentum_falls_before_the_end(tmp_path):
+    for flags, falls in (([], True), (["--wait=true"], False)):
+        config = tiny(tmp_path, "--max-steps=60", "--inner-steps=10", "--outer-warmup=2", *flags)
+        master, _ = simulate(config, [1.0, 1.0])
+        assert (master.state.momentum < 0.3) == falls
 
 
 def test_a_simulation_stops_at_a_time(tmp_path):
