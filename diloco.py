@@ -1383,6 +1383,15 @@ class Arrival:
         for update in self.updates:
             fold(update, name, rows, weight, buf)
 
+    def tensors(self) -> tuple:
+        """(weights, momentum) of the whole global model, fp32, from its keyframe."""
+        weights, momentum = {}, {}
+        for name, value in self.keyframe.items():
+            weights[name], momentum[name] = torch.empty(value.shape), torch.empty(value.shape)
+        for name, rows in pieces(shapes_of(weights)):
+            self.advance(name, rows, weights[name][rows], momentum[name][rows])
+        return weights, momentum
+
 
 def read_state(transport, failed=tell, stopped=never) -> tuple:
     """(version, state) of the newest global model; waits, saying so, while there is none. Raises
@@ -1453,11 +1462,7 @@ def load_global(transport) -> tuple:
         return fetch_global(transport, version, parse_state(content), Path(folder))
     with workspace() as folder:
         arrival = retry(read)
-        weights = {k: v.clone() for k, v in arrival.keyframe.items()}
-        for update in arrival.updates:
-            for name, rows in pieces(update.shapes):
-                weights[name][rows] -= update.piece(name, rows)
-    return arrival.state, weights
+        return arrival.state, arrival.tensors()[0]
 
 
 def workspace() -> tempfile.TemporaryDirectory:
@@ -2006,10 +2011,7 @@ class MasterOuterLoop:
         if shapes_of(arrival.keyframe) != self.shapes:
             raise Refused("the model on this hub is another one: leave the flags of the model "
                           "out, or use another --hub")
-        self.weights = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        for name, rows in pieces(self.shapes):
-            arrival.advance(name, rows, self.weights[name][rows], self.momentum[name][rows])
+        self.weights, self.momentum = arrival.tensors()
         segment = HISTORY.format(arrival.state.keyframe)
         self.history = self.transport.read(segment, arrival.version)[1] or b""
 
@@ -2484,10 +2486,8 @@ class LocalModel:
     @torch.no_grad()
     def place(self, arrival: Arrival, remainders: dict | None):
         """Stand at a global model, with these remainders or none."""
-        self.G = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
+        self.G, self.momentum = arrival.tensors()
         for name, rows in pieces(self.shapes):
-            arrival.advance(name, rows, self.G[name][rows], self.momentum[name][rows])
             value = self.baseline(name, rows)
             if remainders:
                 value.sub_(remainders[name][rows])
