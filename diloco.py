@@ -555,7 +555,7 @@ class FolderTransport:
 
     The visible files may be changed by hand: a file put, edited or deleted in global/ or nodes/, a
     README.md, any file that a commit has brought. That counts as a commit. It is noticed by size
-    and time, when somebody who may write reads, lists or commits. Without an index that can be
+    and time, by whoever reads, lists or commits next. Without an index that can be
     read, the visible files are the newest version.
 
     There is no history: all verbs answer with the newest version. No link is followed, and no name
@@ -609,12 +609,9 @@ class FolderTransport:
             return None
 
     def now(self) -> Index:
-        """The newest version, with what people have done by hand, if we may write that down. Only
-        then is the lock needed."""
+        """The newest version. The lock is needed only if there is something to settle."""
         index = self.load() or Index()
         if self.by_hand(index) == index and not index.stale:
-            return index
-        if index.version and not os.access(self.own, os.W_OK):
             return index
         with self.locked():
             return self.settle()
@@ -933,7 +930,10 @@ class HubTransport:
                 return Refused(told)
             unknown = isinstance(e, errors.RepositoryNotFoundError)
             return NoRepository(told) if unknown else Refused(told)
-        return Unavailable(told, self.asked_for(status, response))
+        asked = "" if response is None else response.headers.get("Retry-After", "")
+        if asked.isdigit():
+            return Unavailable(told, float(asked))
+        return Unavailable(told, 60.0 if status == 429 else 0.0)
 
     def bucket_gone(self) -> Exception:
         gone = self.denial(f"{self.bucket}: there is no such bucket, or none that this token may "
@@ -943,7 +943,7 @@ class HubTransport:
         return gone
 
     def denial(self, told: str) -> Exception:
-        """What may pass, until it was said too often in a row."""
+        """For what may pass, but not if it comes again and again."""
         self.denied += 1
         if self.denied > DENIALS:
             return Refused(told)
@@ -956,20 +956,10 @@ class HubTransport:
             self.repo = self.api.repo_info(name).id
         return name != self.repo
 
-    @staticmethod
-    def asked_for(status: int, response) -> float:
-        """The seconds to wait that an answer asks for."""
-        headers = {} if response is None else response.headers
-        asked = (re.fullmatch(r"(\d+)", headers.get("Retry-After", ""))
-                 or re.search(r"r=0;t=(\d+)", headers.get("RateLimit", "")))
-        if asked:
-            return float(asked[1])
-        return 60.0 if status == 429 else 0.0
-
     # the verbs: a path is in the repository or in the bucket
 
     def holds(self, path: str) -> bool:
-        """Whether the bucket does."""
+        """Whether the bucket holds this path."""
         if self.bucket is None:
             self.read(STEP)
         return bool(self.bucket and IN_BUCKET.match(path))
@@ -1101,11 +1091,10 @@ class HubTransport:
                 raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
             return version, None
         # a large file comes from elsewhere, and the first answer has what the Hub says of it
-        first = next((a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers), None)
-        if first is None:
-            raise Unavailable(f"{self.repo}: the answer is not a Hub's")
+        first = next((a for a in answer.history if "X-Repo-Commit" in a.headers), answer)
         tag = first.headers.get("X-Linked-ETag") or first.headers.get("ETag", "")
-        if not matches_hash(answer.content, tag.removeprefix("W/").strip('"')):
+        whole = matches_hash(answer.content, tag.removeprefix("W/").strip('"'))
+        if not whole or "X-Repo-Commit" not in first.headers:       # or a proxy's own page
             raise Unavailable(f"{self.repo}: {path} arrived damaged")
         return first.headers["X-Repo-Commit"], answer.content
 
