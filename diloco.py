@@ -566,7 +566,7 @@ class FolderTransport:
     def __init__(self, root):
         self.root = Path(str(root).removeprefix("file://")).expanduser()
         self.own = self.root / ".hub"
-        self.objects = self.own / "objects"
+        self.objects, self.index = self.own / "objects", self.own / "index.json"
         self.lock = FileLock(self.own / "lock")
 
     @contextlib.contextmanager
@@ -600,17 +600,16 @@ class FolderTransport:
 
     # the index
 
-    def load(self) -> Index | None:
-        """The index; None if there is none that can be read."""
-        file = self.own / "index.json"
+    def load(self) -> Index:
+        """The index; an empty one if there is none that can be read."""
         try:
-            return parse_index(file.read_bytes()) if is_file(file) else None
+            return parse_index(self.index.read_bytes()) if is_file(self.index) else Index()
         except ValueError:
-            return None
+            return Index()
 
     def now(self) -> Index:
         """The newest version. The lock is needed only if there is something to settle."""
-        index = self.load() or Index()
+        index = self.load()
         if self.by_hand(index) == index and not index.stale:
             return index
         with self.locked():
@@ -620,11 +619,9 @@ class FolderTransport:
         """With the lock: finish what a killed process has begun, take in what people have done by
         hand. Returns the newest version."""
         index = self.load()
-        if index is None:
-            if os.path.lexists(self.own / "index.json"):
-                write_line(f"notice   {self.own / 'index.json'} cannot be read: going on with the "
-                           f"files that are there")
-            index = Index()
+        if not index.version and os.path.lexists(self.index):
+            write_line(f"notice   {self.index} cannot be read: going on with the files that are "
+                       f"there")
         # keep: first this. Until its files are shown, a commit that was cut off looks like a change
         # by hand that takes it back
         if index.stale:
