@@ -555,8 +555,8 @@ class FolderTransport:
 
     The visible files may be changed by hand: a file put, edited or deleted in global/ or nodes/, a
     README.md, any file that a commit has brought. That counts as a commit. It is noticed by size
-    and time, by whoever reads, lists or commits next. Without an index that can be
-    read, the visible files are the newest version.
+    and time, by whoever reads, lists or commits next. Without an index that can be read, the
+    visible files are the newest version.
 
     There is no history: all verbs answer with the newest version. No link is followed, and no name
     that is read from the disk leads out of the folder.
@@ -805,6 +805,16 @@ def require_buckets(hub):
         raise Refused("buckets need Xet: unset HF_HUB_DISABLE_XET")
 
 
+def what_it_says(e, response) -> tuple[int, str]:
+    """(HTTP status, or 0; the words) of an exception of the client."""
+    words = " ".join((getattr(e, "server_message", None) or str(e)).split())
+    words = re.split(r" for url| \(Request ID| For more", words)[0][:160].rstrip(".")
+    if response is not None:
+        return response.status_code, words
+    found = re.search(r"\b(401|403|404(?= Not Found))\b", words)       # from hf_xet, in words only
+    return int(found[0]) if found else 0, words
+
+
 class HubTransport:
     """The repository as a model repo on the Hugging Face Hub, through huggingface_hub 1.0 or later.
 
@@ -894,12 +904,7 @@ class HubTransport:
 
     def meaning(self, e, response) -> Exception:
         """The exception of ours for one of the client's, with what the Hub says."""
-        words = " ".join((getattr(e, "server_message", None) or str(e)).split())
-        words = re.split(r" for url| \(Request ID| For more", words)[0][:160].rstrip(".")
-        status, errors = getattr(response, "status_code", 0), self.hub.errors
-        if response is None:            # hf_xet tells a status in words only
-            found = re.search(r"\b(401|403|404(?= Not Found))\b", words)
-            status = int(found[0]) if found else 0
+        (status, words), errors = what_it_says(e, response), self.hub.errors
         told = f"{self.repo}: {status or type(e).__name__} {words}"
         if getattr(response, "history", None) and self.has_moved():
             return Unavailable(f"the repository is {self.repo} now: start with "
