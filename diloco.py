@@ -836,7 +836,11 @@ class HubTransport:
         if hub.constants.HF_HUB_OFFLINE:
             raise Refused(f"{repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset it, or "
                           f"use a folder (--hub=./runs/hub)")
-        self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
+        # what the client raises: httpx's or httpx2's error, by version; RuntimeError: an upload
+        # that failed; KeyError, TypeError: a proxy's own page; ValueError: a bad name of a repo, a
+        # page with bad metadata, an LFS server's no
+        self.trouble = (hub.errors.HfHubHTTPError.__bases__[0], OSError, RuntimeError, KeyError,
+                        TypeError, ValueError)
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
         self.is_master, self.private = False, private
         self.bucket = None              # its name, or ""; not known before a state is read
@@ -863,22 +867,21 @@ class HubTransport:
         return self.is_master or not self.bucket
 
     def create(self, bucket: str):
+        """Make the repository, and a bucket for a new swarm. Where there can be no bucket, the
+        repository alone will do."""
         with self.errors():
             self.api.create_repo(self.repo, private=self.private, exist_ok=True)
-        if self.read(STEP)[1] is None:      # a swarm that runs keeps what its state says
-            self.bucket = ""
-            if bucket:
-                self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
-        elif bucket not in ("auto", self.bucket):
-            write_line(f"notice   --bucket={bucket} counts for a new swarm only: this one keeps "
-                       f"{self.bucket or 'all in the repository'}")
-
-    def begin_bucket(self, name: str):
-        """Use a bucket for a new swarm. Where there can be none, the repository alone will do."""
+        if self.read(STEP)[1] is not None:      # a swarm that runs keeps what its state says
+            if bucket not in ("auto", self.bucket):
+                write_line(f"notice   --bucket={bucket} counts for a new swarm only: this one "
+                           f"keeps {self.bucket or 'all in the repository'}")
+            return
+        self.bucket, name = "", f"{self.repo}-swarm" if bucket == "auto" else bucket
         try:
-            require_buckets(self.hub)
-            self.create_bucket(name)
-            self.bucket = name
+            if name:
+                require_buckets(self.hub)
+                self.create_bucket(name)
+                self.bucket = name
         except Refused as e:
             write_line(f"notice   no bucket {name} ({e}): all goes to the repository, where each "
                        f"delta is a commit, and stays in its history")
@@ -895,9 +898,7 @@ class HubTransport:
         or a version that is not there is a FileNotFoundError."""
         try:
             yield
-        # RuntimeError: an upload that failed; KeyError, TypeError: a proxy's own page;
-        # ValueError: a bad name of a repo, a page with bad metadata, an LFS server's no
-        except (self.net_error, OSError, RuntimeError, KeyError, TypeError, ValueError) as e:
+        except self.trouble as e:
             while not isinstance(e, self.hub.errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
             raise self.meaning(e, getattr(e, "response", None)) from e
@@ -954,7 +955,7 @@ class HubTransport:
     def has_moved(self) -> bool:
         """Whether the repository has another name now: a GET is sent on, a POST is not."""
         name = self.repo
-        with contextlib.suppress(self.net_error, OSError):
+        with contextlib.suppress(*self.trouble):
             self.repo = self.api.repo_info(name).id
         return name != self.repo
 
