@@ -556,8 +556,8 @@ class FolderTransport:
 
     The visible files may be changed by hand: a file put, edited or deleted in global/ or nodes/, a
     README.md, any file that a commit has brought. That counts as a commit. It is noticed by size
-    and time, when somebody who may write reads, lists or commits. Without an index that can be
-    read, the visible files are the newest version.
+    and time, by whoever reads, lists or commits next. Without an index that can be read, the
+    visible files are the newest version.
 
     There is no history: all verbs answer with the newest version. No link is followed, and no name
     that is read from the disk leads out of the folder.
@@ -567,7 +567,7 @@ class FolderTransport:
     def __init__(self, root):
         self.root = Path(str(root).removeprefix("file://")).expanduser()
         self.own = self.root / ".hub"
-        self.objects = self.own / "objects"
+        self.objects, self.index = self.own / "objects", self.own / "index.json"
         self.lock = FileLock(self.own / "lock")
 
     @contextlib.contextmanager
@@ -601,21 +601,17 @@ class FolderTransport:
 
     # the index
 
-    def load(self) -> Index | None:
-        """The index; None if there is none that can be read."""
-        file = self.own / "index.json"
+    def load(self) -> Index:
+        """The index; an empty one if there is none that can be read."""
         try:
-            return parse_index(file.read_bytes()) if is_file(file) else None
+            return parse_index(self.index.read_bytes()) if is_file(self.index) else Index()
         except ValueError:
-            return None
+            return Index()
 
     def now(self) -> Index:
-        """The newest version, with what people have done by hand, if we may write that down. Only
-        then is the lock needed."""
-        index = self.load() or Index()
+        """The newest version. The lock is needed only if there is something to settle."""
+        index = self.load()
         if self.by_hand(index) == index and not index.stale:
-            return index
-        if index.version and not os.access(self.own, os.W_OK):
             return index
         with self.locked():
             return self.settle()
@@ -624,11 +620,9 @@ class FolderTransport:
         """With the lock: finish what a killed process has begun, take in what people have done by
         hand. Returns the newest version."""
         index = self.load()
-        if index is None:
-            if os.path.lexists(self.own / "index.json"):
-                write_line(f"notice   {self.own / 'index.json'} cannot be read: going on with the "
-                           f"files that are there")
-            index = Index()
+        if not index.version and os.path.lexists(self.index):
+            write_line(f"notice   {self.index} cannot be read: going on with the files that are "
+                       f"there")
         # keep: first this. Until its files are shown, a commit that was cut off looks like a change
         # by hand that takes it back
         if index.stale:
@@ -812,6 +806,16 @@ def require_buckets(hub):
         raise Refused("buckets need Xet: unset HF_HUB_DISABLE_XET")
 
 
+def what_it_says(e, response) -> tuple[int, str]:
+    """(HTTP status, or 0; the words) of an exception of the client."""
+    words = " ".join((getattr(e, "server_message", None) or str(e)).split())
+    words = re.split(r" for url| \(Request ID| For more", words)[0][:160].rstrip(".")
+    if response is not None:
+        return response.status_code, words
+    found = re.search(r"\b(401|403|404(?= Not Found))\b", words)       # from hf_xet, in words only
+    return int(found[0]) if found else 0, words
+
+
 class HubTransport:
     """The repository as a model repo on the Hugging Face Hub, through huggingface_hub 1.0 or later.
 
@@ -833,7 +837,11 @@ class HubTransport:
         if hub.constants.HF_HUB_OFFLINE:
             raise Refused(f"{repo}: HF_HUB_OFFLINE is set, so the Hub is not asked: unset it, or "
                           f"use a folder (--hub=./runs/hub)")
-        self.net_error = hub.errors.HfHubHTTPError.__bases__[0]  # httpx's or httpx2's, by version
+        # what the client raises: httpx's or httpx2's error, by version; RuntimeError: an upload
+        # that failed; KeyError, TypeError: a proxy's own page; ValueError: a bad name of a repo, a
+        # page with bad metadata, an LFS server's no
+        self.trouble = (hub.errors.HfHubHTTPError.__bases__[0], OSError, RuntimeError, KeyError,
+                        TypeError, ValueError)
         self.committed, self.denied = False, 0      # whether one was made; 403s since the last one
         self.is_master, self.private = False, private
         self.bucket = None              # its name, or ""; not known before a state is read
@@ -860,22 +868,21 @@ class HubTransport:
         return self.is_master or not self.bucket
 
     def create(self, bucket: str):
+        """Make the repository, and a bucket for a new swarm. Where there can be no bucket, the
+        repository alone will do."""
         with self.errors():
             self.api.create_repo(self.repo, private=self.private, exist_ok=True)
-        if self.read(STEP)[1] is None:      # a swarm that runs keeps what its state says
-            self.bucket = ""
-            if bucket:
-                self.begin_bucket(f"{self.repo}-swarm" if bucket == "auto" else bucket)
-        elif bucket not in ("auto", self.bucket):
-            write_line(f"notice   --bucket={bucket} counts for a new swarm only: this one keeps "
-                       f"{self.bucket or 'all in the repository'}")
-
-    def begin_bucket(self, name: str):
-        """Use a bucket for a new swarm. Where there can be none, the repository alone will do."""
+        if self.read(STEP)[1] is not None:      # a swarm that runs keeps what its state says
+            if bucket not in ("auto", self.bucket):
+                write_line(f"notice   --bucket={bucket} counts for a new swarm only: this one "
+                           f"keeps {self.bucket or 'all in the repository'}")
+            return
+        self.bucket, name = "", f"{self.repo}-swarm" if bucket == "auto" else bucket
         try:
-            require_buckets(self.hub)
-            self.create_bucket(name)
-            self.bucket = name
+            if name:
+                require_buckets(self.hub)
+                self.create_bucket(name)
+                self.bucket = name
         except Refused as e:
             write_line(f"notice   no bucket {name} ({e}): all goes to the repository, where each "
                        f"delta is a commit, and stays in its history")
@@ -892,21 +899,14 @@ class HubTransport:
         or a version that is not there is a FileNotFoundError."""
         try:
             yield
-        # RuntimeError: an upload that failed; KeyError, TypeError: a proxy's own page;
-        # ValueError: a bad name of a repo, a page with bad metadata, an LFS server's no
-        except (self.net_error, OSError, RuntimeError, KeyError, TypeError, ValueError) as e:
+        except self.trouble as e:
             while not isinstance(e, self.hub.errors.HfHubHTTPError) and e.__cause__:
                 e = e.__cause__
             raise self.meaning(e, getattr(e, "response", None)) from e
 
     def meaning(self, e, response) -> Exception:
         """The exception of ours for one of the client's, with what the Hub says."""
-        words = " ".join((getattr(e, "server_message", None) or str(e)).split())
-        words = re.split(r" for url| \(Request ID| For more", words)[0][:160].rstrip(".")
-        status, errors = getattr(response, "status_code", 0), self.hub.errors
-        if response is None:            # hf_xet tells a status in words only
-            found = re.search(r"\b(401|403|404(?= Not Found))\b", words)
-            status = int(found[0]) if found else 0
+        (status, words), errors = what_it_says(e, response), self.hub.errors
         told = f"{self.repo}: {status or type(e).__name__} {words}"
         if getattr(response, "history", None) and self.has_moved():
             return Unavailable(f"the repository is {self.repo} now: start with "
@@ -934,7 +934,10 @@ class HubTransport:
                 return Refused(told)
             unknown = isinstance(e, errors.RepositoryNotFoundError)
             return NoRepository(told) if unknown else Refused(told)
-        return Unavailable(told, self.asked_for(status, response))
+        asked = "" if response is None else response.headers.get("Retry-After", "")
+        if asked.isdigit():
+            return Unavailable(told, float(asked))
+        return Unavailable(told, 60.0 if status == 429 else 0.0)
 
     def bucket_gone(self) -> Exception:
         gone = self.denial(f"{self.bucket}: there is no such bucket, or none that this token may "
@@ -944,7 +947,7 @@ class HubTransport:
         return gone
 
     def denial(self, told: str) -> Exception:
-        """What may pass, until it was said too often in a row."""
+        """For what may pass, but not if it comes again and again."""
         self.denied += 1
         if self.denied > DENIALS:
             return Refused(told)
@@ -953,24 +956,14 @@ class HubTransport:
     def has_moved(self) -> bool:
         """Whether the repository has another name now: a GET is sent on, a POST is not."""
         name = self.repo
-        with contextlib.suppress(self.net_error, OSError):
+        with contextlib.suppress(*self.trouble):
             self.repo = self.api.repo_info(name).id
         return name != self.repo
-
-    @staticmethod
-    def asked_for(status: int, response) -> float:
-        """The seconds to wait that an answer asks for."""
-        headers = {} if response is None else response.headers
-        asked = (re.fullmatch(r"(\d+)", headers.get("Retry-After", ""))
-                 or re.search(r"r=0;t=(\d+)", headers.get("RateLimit", "")))
-        if asked:
-            return float(asked[1])
-        return 60.0 if status == 429 else 0.0
 
     # the verbs: a path is in the repository or in the bucket
 
     def holds(self, path: str) -> bool:
-        """Whether the bucket does."""
+        """Whether the bucket holds this path."""
         if self.bucket is None:
             self.read(STEP)
         return bool(self.bucket and IN_BUCKET.match(path))
@@ -1102,11 +1095,10 @@ class HubTransport:
                 raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
             return version, None
         # a large file comes from elsewhere, and the first answer has what the Hub says of it
-        first = next((a for a in [*answer.history, answer] if "X-Repo-Commit" in a.headers), None)
-        if first is None:
-            raise Unavailable(f"{self.repo}: the answer is not a Hub's")
+        first = next((a for a in answer.history if "X-Repo-Commit" in a.headers), answer)
         tag = first.headers.get("X-Linked-ETag") or first.headers.get("ETag", "")
-        if not matches_hash(answer.content, tag.removeprefix("W/").strip('"')):
+        whole = matches_hash(answer.content, tag.removeprefix("W/").strip('"'))
+        if not whole or "X-Repo-Commit" not in first.headers:       # or a proxy's own page
             raise Unavailable(f"{self.repo}: {path} arrived damaged")
         return first.headers["X-Repo-Commit"], answer.content
 
@@ -1390,6 +1382,15 @@ class Arrival:
         for update in self.updates:
             fold(update, name, rows, weight, buf)
 
+    def tensors(self) -> tuple:
+        """(weights, momentum) of the whole global model, fp32, from its keyframe."""
+        weights, momentum = {}, {}
+        for name, value in self.keyframe.items():
+            weights[name], momentum[name] = torch.empty(value.shape), torch.empty(value.shape)
+        for name, rows in pieces(shapes_of(weights)):
+            self.advance(name, rows, weights[name][rows], momentum[name][rows])
+        return weights, momentum
+
 
 def read_state(transport, failed=tell, stopped=never) -> tuple:
     """(version, state) of the newest global model; waits, saying so, while there is none. Raises
@@ -1460,11 +1461,7 @@ def load_global(transport) -> tuple:
         return fetch_global(transport, version, parse_state(content), Path(folder))
     with workspace() as folder:
         arrival = retry(read)
-        weights = {k: v.clone() for k, v in arrival.keyframe.items()}
-        for update in arrival.updates:
-            for name, rows in pieces(update.shapes):
-                weights[name][rows] -= update.piece(name, rows)
-    return arrival.state, weights
+        return arrival.state, arrival.tensors()[0]
 
 
 def workspace() -> tempfile.TemporaryDirectory:
@@ -2025,10 +2022,7 @@ class MasterOuterLoop:
         if shapes_of(arrival.keyframe) != self.shapes:
             raise Refused("the model on this hub is another one: leave the flags of the model "
                           "out, or use another --hub")
-        self.weights = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        for name, rows in pieces(self.shapes):
-            arrival.advance(name, rows, self.weights[name][rows], self.momentum[name][rows])
+        self.weights, self.momentum = arrival.tensors()
         segment = HISTORY.format(arrival.state.keyframe)
         self.history = self.transport.read(segment, arrival.version)[1] or b""
 
@@ -2506,10 +2500,8 @@ class LocalModel:
     @torch.no_grad()
     def place(self, arrival: Arrival, remainders: dict | None):
         """Stand at a global model, with these remainders or none."""
-        self.G = {k: torch.empty(shape) for k, shape in self.shapes.items()}
-        self.momentum = {k: torch.empty(shape) for k, shape in self.shapes.items()}
+        self.G, self.momentum = arrival.tensors()
         for name, rows in pieces(self.shapes):
-            arrival.advance(name, rows, self.G[name][rows], self.momentum[name][rows])
             value = self.baseline(name, rows)
             if remainders:
                 value.sub_(remainders[name][rows])
