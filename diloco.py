@@ -934,9 +934,11 @@ class HubTransport:
                 return Refused(told)
             unknown = isinstance(e, errors.RepositoryNotFoundError)
             return NoRepository(told) if unknown else Refused(told)
-        asked = "" if response is None else response.headers.get("Retry-After", "")
-        if asked.isdigit():
-            return Unavailable(told, float(asked))
+        headers = {} if response is None else response.headers
+        asked = (re.fullmatch(r"(\d+)", headers.get("Retry-After", ""))
+                 or re.search(r"r=0;t=(\d+)", headers.get("RateLimit", "")))
+        if asked:
+            return Unavailable(told, float(asked[1]))
         return Unavailable(told, 60.0 if status == 429 else 0.0)
 
     def bucket_gone(self) -> Exception:

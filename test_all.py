@@ -4850,6 +4850,16 @@ def test_each_answer_of_the_hub_is_what_it_means(hub, remote, tmp_path):
         assert kind is diloco.Refused or remote.commit({"w.safetensors": big})
 
 
+@pytest.mark.parametrize("headers, seconds", [
+    ({"Retry_After": "7"}, 7.0), ({"RateLimit": '"api";r=0;t=9'}, 9.0), ({}, 60.0),
+    ({"RateLimit": '"api";r=949;t=9'}, 60.0)])      # of another limit than this one
+def test_a_busy_hub_says_how_long_to_wait(hub, remote, headers, seconds):
+    hub.fault("POST", "/commit/", 429, **headers)
+    with pytest.raises(diloco.Unavailable) as e:
+        remote.commit({"x": b"0"})
+    assert e.value.args[1] == seconds
+
+
 def test_one_403_is_not_the_end_of_a_node_and_lasting_ones_are(hub, remote):
     hub.fault("POST", "/commit/", 403)
     with pytest.raises(diloco.Refused, match="may it write"):       # it never could
