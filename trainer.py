@@ -290,7 +290,7 @@ def kind_of(path: str, otherwise="text") -> str:
 
 def walk(folder: str, depth: float, seen: set):
     """Yield every file at most `depth` levels below a folder, but no hidden file and no Python
-    cache. Links are followed. Each real folder is read once, so that loops end."""
+    cache. Links are followed. No real folder is read that is in `seen`, so that loops end."""
     real = os.path.realpath(folder)
     if real in seen or not depth:
         return
@@ -312,23 +312,19 @@ def find_local(path: str, own: list[str]) -> dict[str, str]:
     path = Path(os.path.expanduser(path))
     # the longest part that exists as written, so "texts [v2]/*.txt" works
     root = next(p for p in (path, *path.parents) if p.is_dir())
-    pattern = path.relative_to(root).as_posix()
+    top, pattern = os.path.realpath(root), path.relative_to(root).as_posix()
+    seen = {real for real in map(os.path.realpath, own) if not f"{top}/".startswith(f"{real}/")}
     if path.is_file():
         found = [str(path)]
     elif path == root:
-        found = walk(str(root), math.inf, set())
+        found = walk(str(root), math.inf, seen)
     else:
         depth = math.inf if "**" in pattern else pattern.count("/") + 1
         wanted = re.compile(glob_translate(pattern))
-        found = [f for f in walk(str(root), depth, set())
+        found = [f for f in walk(str(root), depth, seen)
                  if wanted.match(Path(f).relative_to(root).as_posix())]
-    top = Path(os.path.realpath(root))
-    own = {Path(os.path.realpath(f)) for f in own} - {top, *top.parents}
-    once = {}       # by real path: a link to a file that is there anyway adds nothing
-    for f in sorted(filter(os.path.isfile, found)):
-        real = os.path.realpath(f)
-        if not own.intersection(Path(real).parents):
-            once.setdefault(real, f)
+    # by real path: a link to a file that is there anyway adds nothing
+    once = {os.path.realpath(f): f for f in sorted(found, reverse=True) if os.path.isfile(f)}
     files = {Path(os.path.relpath(f, root)).as_posix(): f for f in once.values()}
     return dict(sorted(files.items()))
 
