@@ -225,9 +225,7 @@ class Windows(Dataset):
         if self.windows < 1:
             key = "val_path" if count and config["data"]["val_path"] else "path"
             raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} "
-                             f"tokens for {'validation' if count else 'training'} do not fill one "
-                             f"window of model.block_size={self.block_size}; give more text, or a "
-                             f"smaller block size")
+                             f"tokens do not fill one window of model.block_size={self.block_size}")
 
     def __len__(self):
         return self.count or self.windows
@@ -519,8 +517,8 @@ def token_file(path: str, vocab_size: int = 0) -> Part:
     dtype, offset = {20240520: ("<u2", 1024), 20240801: ("<u4", 1024)}.get(header[0], ("<u2", 0))
     count, rest = divmod(size - offset, int(dtype[2]))
     if rest or offset and count != header[2]:
-        raise ValueError(f"{path} has {size} bytes, which is no whole number of tokens: "
-                         f"cut off, or not a token file")
+        raise ValueError(f"{path} is cut off, or no token file: {size} bytes are no whole number "
+                         f"of tokens")
     if not offset and vocab_size > 1 << 16:
         raise ValueError(f"{path} has no header, so its tokens are uint16, but model.vocab_size="
                          f"{vocab_size} is above 65,536: write a .npy, or llm.c's header")
@@ -720,8 +718,8 @@ def open_tokens(config: dict, key: str, text: Text, without=()):
     # nobody knows how many bytes of text the numbers stand for
     tokens = Tokens(parts, files, documents_known, 0 if numbers else size)
     if not len(tokens):
-        raise ValueError(f"data.{key}={path} is empty"
-                         + (", validation data left out" if without else ""))
+        left_out = ", validation data left out" if without else ""
+        raise ValueError(f"data.{key}={path} is empty{left_out}")
     return tokens
 
 
@@ -733,10 +731,8 @@ def build_data(config: dict) -> tuple[Dataset, Dataset]:
     c, model, text = config["data"], config["model"], Text(config)
     if text.tokenizer and text.size > model["vocab_size"]:
         if model["init_from"] or config["run"]["resume"]:
-            raise ValueError(
-                f"data.tokenizer={c['tokenizer']} has {text.size:,} tokens, but the model's "
-                f"embedding holds {model['vocab_size']:,}: take the tokenizer that it was trained "
-                f"with, or start a new model")
+            raise ValueError(f"data.tokenizer={c['tokenizer']} has {text.size:,} tokens, but the "
+                             f"model's embedding holds {model['vocab_size']:,}: take its own one")
         model["vocab_size"] = text.size
     if c["val_path"]:
         val = open_tokens(config, "val_path", text)
@@ -748,8 +744,7 @@ def build_data(config: dict) -> tuple[Dataset, Dataset]:
         held_out = "the last tenth is held out"
     say(f"data     {c['path']} | {source.summary} | {held_out}")
     count = config["run"]["eval_batches"] * c["micro_batch_size"]
-    return (Windows(source, range(end), config),
-            Windows(val, range(first, len(val)), config, count))
+    return Windows(source, range(end), config), Windows(val, range(first, len(val)), config, count)
 
 
 def byte_tokenizer() -> bytes:
@@ -1932,10 +1927,7 @@ class Trainer:
         data = batches(self.train_data, self.config, self.position)
         # closing the generator ends its data processes
         with contextlib.closing(data), bar(first, total) as self.bar:
-            try:
-                self.loop(data)
-            finally:
-                self.bar = None
+            self.loop(data)
         if self.coordinator:
             if self.step > first:
                 self.save()         # before the wait for an upload
@@ -1965,7 +1957,9 @@ class Trainer:
             if not microbatches:
                 return
             if self.step == first:
-                self.say_batch(microbatches)
+                n, (B, T) = len(microbatches), microbatches[0][0]["input_ids"].shape
+                say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
+                    f"(microbatches x samples x positions)")
             loss, tokens = self.forward_backward(microbatches)
 
             # The update. From here to its end the state is torn, and nothing saves it.
@@ -2009,11 +2003,6 @@ class Trainer:
 
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def say_batch(self, microbatches: list):
-        n, (B, T) = len(microbatches), microbatches[0][0]["input_ids"].shape
-        say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
-            f"(microbatches x samples x positions)")
 
     def log(self, clock: Clock, loss, lr: float, norm):
         """One `step` line."""
