@@ -221,7 +221,7 @@ class Windows(Dataset):
         self.bytes_per_token = source.bytes_per_token
         self.windows = (self.tokens - 1) // self.block_size
         self.fingerprint = {"tokens": len(source), "first": span.start, "windows": self.windows,
-                            "files": source.digest}
+                            "digest": source.digest}
         if self.windows < 1:
             key = "val_path" if count and config["data"]["val_path"] else "path"
             raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} "
