@@ -33,6 +33,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -1898,6 +1899,8 @@ class Trainer:
                 if self.whole and self.step and not self.not_finite.item():
                     self.save()
                 if line := outside_trouble(e):
+                    # keep: torch's own frames hold data processes, which then end only after 10 s
+                    traceback.clear_frames(e.__traceback__)
                     raise TrainingError(line) from e
                 raise
             finally:
