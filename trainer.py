@@ -33,6 +33,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -221,13 +222,11 @@ class Windows(Dataset):
         self.bytes_per_token = source.bytes_per_token
         self.windows = (self.tokens - 1) // self.block_size
         self.fingerprint = {"tokens": len(source), "first": span.start, "windows": self.windows,
-                            "files": source.digest}
+                            "digest": source.digest}
         if self.windows < 1:
             key = "val_path" if count and config["data"]["val_path"] else "path"
             raise ValueError(f"data.{key}={config['data'][key]} is too short: {self.tokens:,} "
-                             f"tokens for {'validation' if count else 'training'} do not fill one "
-                             f"window of model.block_size={self.block_size}; give more text, or a "
-                             f"smaller block size")
+                             f"tokens do not fill one window of model.block_size={self.block_size}")
 
     def __len__(self):
         return self.count or self.windows
@@ -290,7 +289,7 @@ def kind_of(path: str, otherwise="text") -> str:
 
 def walk(folder: str, depth: float, seen: set):
     """Yield every file at most `depth` levels below a folder, but no hidden file and no Python
-    cache. Links are followed. Each real folder is read once, so that loops end."""
+    cache. Links are followed. No real folder is read that is in `seen`, so that loops end."""
     real = os.path.realpath(folder)
     if real in seen or not depth:
         return
@@ -312,23 +311,19 @@ def find_local(path: str, own: list[str]) -> dict[str, str]:
     path = Path(os.path.expanduser(path))
     # the longest part that exists as written, so "texts [v2]/*.txt" works
     root = next(p for p in (path, *path.parents) if p.is_dir())
-    pattern = path.relative_to(root).as_posix()
+    top, pattern = os.path.realpath(root), path.relative_to(root).as_posix()
+    seen = {real for real in map(os.path.realpath, own) if not f"{top}/".startswith(f"{real}/")}
     if path.is_file():
         found = [str(path)]
     elif path == root:
-        found = walk(str(root), math.inf, set())
+        found = walk(str(root), math.inf, seen)
     else:
         depth = math.inf if "**" in pattern else pattern.count("/") + 1
         wanted = re.compile(glob_translate(pattern))
-        found = [f for f in walk(str(root), depth, set())
+        found = [f for f in walk(str(root), depth, seen)
                  if wanted.match(Path(f).relative_to(root).as_posix())]
-    top = Path(os.path.realpath(root))
-    own = {Path(os.path.realpath(f)) for f in own} - {top, *top.parents}
-    once = {}       # by real path: a link to a file that is there anyway adds nothing
-    for f in sorted(filter(os.path.isfile, found)):
-        real = os.path.realpath(f)
-        if not own.intersection(Path(real).parents):
-            once.setdefault(real, f)
+    # by real path: a link to a file that is there anyway adds nothing
+    once = {os.path.realpath(f): f for f in sorted(found, reverse=True) if os.path.isfile(f)}
     files = {Path(os.path.relpath(f, root)).as_posix(): f for f in once.values()}
     return dict(sorted(files.items()))
 
@@ -523,8 +518,8 @@ def token_file(path: str, vocab_size: int = 0) -> Part:
     dtype, offset = {20240520: ("<u2", 1024), 20240801: ("<u4", 1024)}.get(header[0], ("<u2", 0))
     count, rest = divmod(size - offset, int(dtype[2]))
     if rest or offset and count != header[2]:
-        raise ValueError(f"{path} has {size} bytes, which is no whole number of tokens: "
-                         f"cut off, or not a token file")
+        raise ValueError(f"{path} is cut off, or no token file: {size} bytes are no whole number "
+                         f"of tokens")
     if not offset and vocab_size > 1 << 16:
         raise ValueError(f"{path} has no header, so its tokens are uint16, but model.vocab_size="
                          f"{vocab_size} is above 65,536: write a .npy, or llm.c's header")
@@ -724,8 +719,8 @@ def open_tokens(config: dict, key: str, text: Text, without=()):
     # nobody knows how many bytes of text the numbers stand for
     tokens = Tokens(parts, files, documents_known, 0 if numbers else size)
     if not len(tokens):
-        raise ValueError(f"data.{key}={path} is empty"
-                         + (", validation data left out" if without else ""))
+        left_out = ", validation data left out" if without else ""
+        raise ValueError(f"data.{key}={path} is empty{left_out}")
     return tokens
 
 
@@ -737,10 +732,8 @@ def build_data(config: dict) -> tuple[Dataset, Dataset]:
     c, model, text = config["data"], config["model"], Text(config)
     if text.tokenizer and text.size > model["vocab_size"]:
         if model["init_from"] or config["run"]["resume"]:
-            raise ValueError(
-                f"data.tokenizer={c['tokenizer']} has {text.size:,} tokens, but the model's "
-                f"embedding holds {model['vocab_size']:,}: take the tokenizer that it was trained "
-                f"with, or start a new model")
+            raise ValueError(f"data.tokenizer={c['tokenizer']} has {text.size:,} tokens, but the "
+                             f"model's embedding holds {model['vocab_size']:,}: take its own one")
         model["vocab_size"] = text.size
     if c["val_path"]:
         val = open_tokens(config, "val_path", text)
@@ -752,8 +745,7 @@ def build_data(config: dict) -> tuple[Dataset, Dataset]:
         held_out = "the last tenth is held out"
     say(f"data     {c['path']} | {source.summary} | {held_out}")
     count = config["run"]["eval_batches"] * c["micro_batch_size"]
-    return (Windows(source, range(end), config),
-            Windows(val, range(first, len(val)), config, count))
+    return Windows(source, range(end), config), Windows(val, range(first, len(val)), config, count)
 
 
 def byte_tokenizer() -> bytes:
@@ -1911,6 +1903,8 @@ class Trainer:
                 if self.whole and self.step and not self.not_finite.item():
                     self.save()
                 if line := outside_trouble(e):
+                    # keep: torch's own frames hold data processes, which then end only after 10 s
+                    traceback.clear_frames(e.__traceback__)
                     raise TrainingError(line) from e
                 raise
             finally:
@@ -1940,10 +1934,7 @@ class Trainer:
         data = batches(self.train_data, self.config, self.position)
         # closing the generator ends its data processes
         with contextlib.closing(data), bar(first, total) as self.bar:
-            try:
-                self.loop(data)
-            finally:
-                self.bar = None
+            self.loop(data)
         if self.coordinator:
             if self.step > first:
                 self.save()         # before the wait for an upload
@@ -1973,7 +1964,9 @@ class Trainer:
             if not microbatches:
                 return
             if self.step == first:
-                self.say_batch(microbatches)
+                n, (B, T) = len(microbatches), microbatches[0][0]["input_ids"].shape
+                say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
+                    f"(microbatches x samples x positions)")
             loss, tokens = self.forward_backward(microbatches)
 
             # The update. From here to its end the state is torn, and nothing saves it.
@@ -2017,11 +2010,6 @@ class Trainer:
 
     def due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
-
-    def say_batch(self, microbatches: list):
-        n, (B, T) = len(microbatches), microbatches[0][0]["input_ids"].shape
-        say(f"batch    {n} x {B} x {T} = {n * B * T:,} tokens per step "
-            f"(microbatches x samples x positions)")
 
     def log(self, clock: Clock, loss, lr: float, norm):
         """One `step` line."""
