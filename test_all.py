@@ -5468,14 +5468,21 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
 
     2026-12  4 nodes, int4, seeds 1, 2 (2026-11): 1.3644 1.3932 (1.3480 1.3815)
     2026-12  4 nodes, int2, seeds 1, 2 (2026-11): 1.3658 1.3721 (1.3499 1.3643)
-    2026-12  4 nodes, seed 11, 1,000 steps, loops of 18, 1,353 s: 1.5553
-    2026-12  the same: loops of 25; of 12: 1.5796; 1.5585
-    2026-12  the same: no latency: 1.5324
-    2026-12  the same: deltas in fp32: 1.5573
-    2026-12  the same: looks ahead 0, 0.5, 1.3 times as far: 1.6642 1.5731 1.5942
-    2026-12  the same: half of an error stays, not three quarters: 1.5571
-    2026-12  the same: mean of the last 5 global models; of the nodes' last weights: 1.5508;
-             1.5503
+    2026-12  4 nodes, seed 11, 1,000 steps, about 1,350 s; data parallel 1.4949
+    2026-12  loops of 18 steps (25; 12) for every node: 1.5553 (1.5796; 1.5585)
+    2026-12  that: no latency; fp32; mean of the last 5 models: 1.5324; 1.5573; 1.5508
+    2026-12  that: looks ahead 0, 0.5, 1.3 times as far: 1.6642 1.5731 1.5942
+    2026-12  loops of 33 s for every node (20 s; 25 s): 1.5406 (1.5505; 1.5430)
+    2026-12  that: nodes in step by an ideal clock: 1.5386
+    2026-12  that: no latency, share that stays 0, 0.24: 1.5153 1.5324
+    2026-12  that: latency 5 s, share that stays 0, 0.26, 0.53: 1.5478 1.5249 1.5240
+    2026-12  that: latency 10 s, share that stays 0.5; outer lr 0.5: 1.5396; 1.5436
+    2026-12  that: outer momentum falls over the last 3 rounds (8): 1.5296 (1.5356)
+    2026-12  that: then the mean of the last 5 models gains nothing: 1.5339
+    2026-12  as it is, in step by what deltas have waited (seed 12): 1.5361 (1.5273)
+    2026-12  that: without coming into step; loops of 35: 1.5426; 1.5615
+    2026-12  that: 11 rounds of 100 steps (three quarters stay from the first): 1.6953 (2.0421)
+    2026-12  synchronous, unequal speeds, no latency, 2,013 s: 1.5085
     2026-11  4 nodes (8), three seeds: +0.6 % (+2.3 %)
     2026-11  the same: each global model is followed in full: +1.6 % (+3.4 %)
     2026-11  that, seed 1: momentum 0.8 over 10 rounds: +1.5 % (+3.3 %)
