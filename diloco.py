@@ -6,8 +6,9 @@ DumbDiLoCo: many machines train one model with nothing between them but a reposi
     Trainer(model, config, data, coordinator=DumbDiLoCo(hub, "a", settings)).train()   # each node
 
 The algorithm (DiLoCo, Douillard et al. 2023, made asynchronous):
-  1. A worker trains `inner_steps` optimizer steps. Then it uploads its pseudo-gradient, baseline -
-     current weights, and trains on. Its baseline moves by what it has sent.
+  1. A worker trains an inner loop: `inner_steps` optimizer steps at the median pace of the nodes,
+     and for the same time at another. Then it uploads its pseudo-gradient, baseline - current
+     weights, and trains on. Its baseline moves by what it has sent.
   2. The master adds up the deltas of each node, averages over the nodes and takes one Nesterov
      step. It publishes what the step changed, and deletes what it has merged, in ONE commit.
   3. A worker that sees a newer global model moves to it. It keeps all it has learned that this
