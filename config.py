@@ -105,7 +105,7 @@ SETTINGS = dict(
         bucket=("auto",           "Hub: where deltas go; auto = HUB-swarm, a name, or empty: none"),
         private=(True,            "the master creates the Hub repo private"),
         license=("",              "what the repo's page says, apache-2.0 for example"),
-        inner_steps=(50,          "steps between two deltas at the median pace; all loops last as long"),
+        inner_steps=(50,          "steps of a loop at the median pace; all loops last as long"),
         outer_lr=(0.7,            "of the outer Nesterov step"),
         outer_momentum=(0.9,      "of the outer Nesterov step"),
         outer_warmup=(20,         "rounds over which the outer momentum grows; 0 = constant"),

@@ -5655,9 +5655,10 @@ def crowd(nodes: int, bucket: str, hours: int = 6) -> dict:
         clock.run(master.run, end, *[functools.partial(work, i) for i in range(nodes)])
     merged = [entry for line in history_of(hub) for entry in line.get("merged", ())]
     steps = sum(entry.local_step for entry in master.state.nodes.values())
+    in_bucket = len(pushes) if bucket else 0
     return {"nodes": nodes, "bucket": bool(bucket),
             "rounds an hour": round(master.state.outer_step / hours, 1),
-            "commits an hour": round((len(hub.commits) - (len(pushes) if bucket else 0)) / hours, 1),
+            "commits an hour": round((len(hub.commits) - in_bucket) / hours, 1),
             "deltas an hour": round(len(merged) / hours, 1),
             "steps of a delta": round(steps / len(merged), 1),
             "state, bytes": len(hub.files[diloco.STEP]),
