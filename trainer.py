@@ -1813,9 +1813,13 @@ class Trainer:
         if self.step < self.config["run"]["max_steps"]:
             count = min(100, count)
         try:
-            print_sample(self.model, self.config, Text(self.config), count)
+            print_sample(self.model, self.config, self.text, count)
         except TrainingError as e:      # the run itself is well
             say(f"notice   {e}")
+
+    @functools.cached_property
+    def text(self):
+        return Text(self.config)        # once: it may ask the Hub
 
     # one update
 
