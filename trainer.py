@@ -1487,8 +1487,8 @@ def curve(points) -> np.ndarray:
 
 def read_curves(path: Path) -> dict:
     """What draw() takes of a run, out of its metrics.jsonl."""
-    keys = {"train": "loss", "val": "val_loss", "lr": "lr"}
-    return {name: [(event["step"], event[key]) for event in read_events(path) if key in event]
+    events, keys = read_events(path), {"train": "loss", "val": "val_loss", "lr": "lr"}
+    return {name: [(event["step"], event[key]) for event in events if key in event]
             for name, key in keys.items()}
 
 
