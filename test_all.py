@@ -2597,10 +2597,8 @@ def test_each_leaf_works_alone(tmp_path, leaf):
 class LoopbackHub(ThreadingHTTPServer):
     """Enough of the Hub for huggingface_hub without Xet: model repos, LFS, atomic commits.
 
-    `faults`: dicts with method, path (regexes), action (a status, "reset", "lose" the answer,
-    "corrupt", seconds to hang) and count; the first that fits is used up by one. `latency` (s a
-    request) and `rate` (bytes a second of one connection) make it far away. `moves`, {old name:
-    (status, new name)}, sends on to repositories that have been renamed.
+    `fault` lets the next requests fail, `rename` sends on to another name. `latency` (s a request)
+    and `rate` (bytes a second of one connection) make it far away.
     """
     daemon_threads, latency, rate = True, 0.0, math.inf
 
@@ -2611,15 +2609,12 @@ class LoopbackHub(ThreadingHTTPServer):
         self.faults, self.moves, self.counts, self.bytes = [], {}, Counter(), Counter()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def head(self, repo):
-        return self.repos[repo][-1]
-
     def push(self, repo, files):
         sha = hashlib.sha1(os.urandom(8)).hexdigest()
         self.repos.setdefault(repo, []).append((sha, files))
         return sha
 
-    def at(self, repo, revision):
+    def at(self, repo, revision="main"):
         """(commit, {path: sha256})"""
         if repo not in self.repos:
             raise LookupError("RepoNotFound")
@@ -2631,38 +2626,57 @@ class LoopbackHub(ThreadingHTTPServer):
     def info(self, path, oid):
         data = self.objects[oid]
         git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        info = {"type": "file", "path": path, "size": len(data), "oid": git}
-        if path.endswith(".safetensors"):
-            info["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
-        return info
+        lfs = {"lfs": {"oid": oid, "size": len(data), "pointerSize": 134}}
+        return {"type": "file", "path": path, "size": len(data), "oid": git,
+                **(lfs if path.endswith(".safetensors") else {})}
 
     def fault(self, method, path, action, count=1, says=None, **headers):
-        self.faults.append(dict(method=method, path=path, action=action, count=count, says=says,
-                                headers={k.replace("_", "-"): v for k, v in headers.items()}))
+        """For the next `count` requests that fit: a status, "reset", "lose" the answer, or
+        "corrupt" it."""
+        answer = action, {"error": says or f"status {action}"}, headers
+        self.faults += [(method, path, action, answer)] * count
+
+    def trouble(self, method, path):
+        for fault in self.faults:
+            if fault[0] == method and re.search(fault[1], path):
+                self.faults.remove(fault)
+                return fault[2:]
+        return None, None
 
     def rename(self, old, new, status):
         self.repos[new], self.moves[old] = self.repos.pop(old), (status, new)
 
 
 class Answer(BaseHTTPRequestHandler):
+    """One request. The methods below return (status, body, headers)."""
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args):
         pass
 
-    def send(self, status, body=b"", **headers):
+    def handle_one(self):
+        hub, url = self.server, urlsplit(self.path)
+        path, self.query = unquote(url.path), parse_qs(url.query)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.bytes["in"] += len(self.body)
+        time.sleep(hub.latency + len(self.body) / hub.rate)
+        route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
+        hub.counts[f"{self.command} {route}"] += 1
+        action, answer = hub.trouble(self.command, path)
+        if action == "reset":
+            return self.connection.shutdown(2)
+        if not isinstance(action, int):
+            with hub.guard:
+                answer = self.route(path)
+        if action == "lose":
+            return self.connection.shutdown(2)
+        self.reply(*answer, flip=action == "corrupt")    # unguarded: nobody waits for a download
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_one
+
+    def reply(self, status, body, headers, flip):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.answer = status, body, headers
-
-    def error(self, status, code=None, says=None, **headers):
-        self.send(status, {"error": says or f"status {status}"}, **headers,
-                  **({"X_Error_Code": code, "X_Error_Message": code} if code else {}))
-
-    def reply(self, status, body, headers):
-        if self.action == "lose":
-            self.connection.shutdown(2)
-            return
-        if self.action == "corrupt" and body:
+        if flip:
             body = bytes([body[0] ^ 1]) + body[1:]
         self.send_response(status)
         for k, v in {"Content-Length": len(body), **headers}.items():
@@ -2673,38 +2687,12 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
             self.server.bytes["out"] += len(body)
 
-    def handle_one(self):
-        hub, url = self.server, urlsplit(self.path)
-        path, self.query = unquote(url.path), parse_qs(url.query)
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        hub.bytes["in"] += len(self.body)
-        time.sleep(hub.latency + len(self.body) / hub.rate)
-        route = re.sub(r"^/api/models/[^/]+/[^/]+", "", re.sub(r"[0-9a-f]{40,64}", "SHA", path))
-        hub.counts[f"{self.command} {route}"] += 1
-        fault = next((f for f in hub.faults if f["count"] and re.search(f["method"], self.command)
-                      and re.search(f["path"], path)), {"action": None, "count": 0})
-        fault["count"] -= 1
-        self.action = fault["action"]
-        if self.action == "reset":
-            return self.connection.shutdown(2)
-        if isinstance(self.action, float):
-            time.sleep(self.action)
-        moved = [old for old in hub.moves if re.search(rf"/{old}(?=[/.]|$)", path)]
-        if isinstance(self.action, int):
-            self.error(self.action, says=fault["says"], **fault["headers"])
-        elif moved:
-            status, new = hub.moves[moved[0]]
-            self.send(status, Location=self.path.replace(f"/{moved[0]}", f"/{new}", 1))
-        else:
-            with hub.guard:
-                self.route(hub, path)
-        self.reply(*self.answer)        # outside: nobody waits for another's download
-
-    do_GET = do_HEAD = do_POST = do_PUT = handle_one
-
-    def route(self, hub, path):
+    def route(self, path):
+        for old, (status, new) in self.server.moves.items():
+            if re.search(rf"/{old}(?=[/.]|$)", path):
+                return status, b"", {"Location": self.path.replace(f"/{old}", f"/{new}", 1)}
         routes = {r"/api/repos/create": self.create, r"/lfs/(\w+)": self.upload,
-                  r"/api/validate-yaml": lambda: self.send(200, {}),
+                  r"/api/validate-yaml": lambda: (200, {}, {}),
                   r"/.+/.+\.git/info/lfs/objects/batch": self.batch,
                   r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)": self.resolve,
                   r"/api/models/([^/]+/[^/]+)(?:/([^/]+)/([^/]+)(?:/(.*))?)?": self.repository}
@@ -2713,8 +2701,8 @@ class Answer(BaseHTTPRequestHandler):
                 try:
                     return answer(*match.groups())
                 except LookupError as e:
-                    return self.error(404, e.args[0])
-        self.error(404)
+                    return 404, {"error": e.args[0]}, {"X-Error-Code": e.args[0]}
+        return 404, {}, {}
 
     def create(self):
         made, hub = json.loads(self.body), self.server
@@ -2722,65 +2710,62 @@ class Answer(BaseHTTPRequestHandler):
         status = 409 if name in hub.repos else 200
         if status == 200:
             hub.push(name, {})
-        self.send(status, {"url": f"{hub.url}/{name}", "id": name})
+        return status, {"url": f"{hub.url}/{name}", "id": name}, {}
 
     def upload(self, oid):
         assert hashlib.sha256(self.body).hexdigest() == oid
         self.server.objects[oid] = self.body
-        self.send(200)
+        return 200, b"", {}
 
     def batch(self):
         hub, objects = self.server, json.loads(self.body)["objects"]
         for o in objects:
             if o["oid"] not in hub.objects:     # else it is there: nothing to do
                 o["actions"] = {"upload": {"href": f"{hub.url}/lfs/{o['oid']}"}}
-        self.send(200, {"transfer": "basic", "objects": objects},
-                  Content_Type="application/vnd.git-lfs+json")
+        return (200, {"transfer": "basic", "objects": objects},
+                {"Content-Type": "application/vnd.git-lfs+json"})
 
     def resolve(self, repo, revision, path):
         sha, files = self.server.at(repo, revision)
         if path not in files:
-            return self.error(404, "EntryNotFound", X_Repo_Commit=sha)
+            return 404, {}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}
         info = self.server.info(path, files[path])
-        self.send(200, self.server.objects[files[path]], X_Repo_Commit=sha,
-                  ETag=f'"{files[path] if "lfs" in info else info["oid"]}"')
+        etag = files[path] if "lfs" in info else info["oid"]
+        return 200, self.server.objects[files[path]], {"X-Repo-Commit": sha, "ETag": f'"{etag}"'}
 
     def repository(self, repo, verb, revision, rest):
         hub = self.server
         sha, files = hub.at(repo, revision or "main")
         if (verb in ("preupload", "commit", "super-squash")) != (self.command == "POST"):
-            self.error(405)
-        elif verb in (None, "revision"):
-            self.send(200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []})
-        elif verb == "tree":
-            self.tree([hub.info(p, o) for p, o in sorted(files.items())
-                       if p.startswith(f"{rest}/" if rest else "")])
-        elif verb == "preupload":
-            self.send(200, {"files": [
+            return 405, {}, {}
+        if verb == "tree":
+            return self.tree([hub.info(p, o) for p, o in sorted(files.items())
+                              if p.startswith(f"{rest}/" if rest else "")])
+        if verb == "preupload":
+            return 200, {"files": [
                 {"path": f["path"], "shouldIgnore": False,
                  "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular"}
-                for f in json.loads(self.body)["files"]]})
-        elif verb == "super-squash":
+                for f in json.loads(self.body)["files"]]}, {}
+        if verb == "super-squash":
             hub.repos[repo] = []
-            self.send(200, {"commitId": hub.push(repo, files)})
-        elif verb == "commit":
-            self.commit(repo, sha, dict(files))
-        else:
-            self.error(404)
+            return 200, {"commitId": hub.push(repo, files)}, {}
+        if verb == "commit":
+            return self.commit(repo, sha, dict(files))
+        return 200, {"id": repo, "sha": sha, "siblings": [], "private": True, "tags": []}, {}
 
     def tree(self, under):
         if not under:
-            return self.error(404, "EntryNotFound")
+            raise LookupError("EntryNotFound")
         first = int(self.query.get("cursor", ["0"])[0])
         url = f"{self.server.url}{self.path.partition('?')[0]}?recursive=true&cursor={first + 100}"
         more = {"Link": f'<{url}>; rel="next"'} if len(under) > first + 100 else {}
-        self.send(200, under[first:first + 100], **more)
+        return 200, under[first:first + 100], more
 
     def commit(self, repo, sha, files):
         for line in map(json.loads, self.body.splitlines()):
             value = line["value"]
             if line["key"] == "header" and value.get("parentCommit") not in (None, sha):
-                return self.error(412)
+                return 412, {"error": "a commit has happened since"}, {}
             if line["key"] == "file":
                 data = base64.b64decode(value["content"])
                 oid = files[value["path"]] = hashlib.sha256(data).hexdigest()
@@ -2788,10 +2773,10 @@ class Answer(BaseHTTPRequestHandler):
             if line["key"] == "lfsFile":
                 files[value["path"]] = value["oid"]
             if line["key"] == "deletedFile" and files.pop(value["path"], None) is None:
-                return self.error(404, "EntryNotFound")
+                raise LookupError("EntryNotFound")
         sha = self.server.push(repo, files)
-        self.send(200, {"success": True, "commitOid": sha,
-                        "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"})
+        return 200, {"success": True, "commitOid": sha,
+                     "commitUrl": f"{self.server.url}/{repo}/commit/{sha}"}, {}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -2806,10 +2791,18 @@ def hub(tmp_path_factory):
     server.server_close()
 
 # ---- diloco.py: the laws
+# - an outer step is Nesterov's; nodes are averaged, the order of arrival cannot change a bit
+# - no work is lost or doubled, whatever is killed, lost, refused or started twice
+# - a node's weights are G, minus what is in flight, minus the remainder
+# - all nodes decay with the tokens of the swarm, and a round waits for those at work alone
+# - two masters never publish both; the newest process of a node goes on
+# - a model is never written over, and what is lost or damaged is mended by the master that runs
+# - bad deltas are refused by name; no node decides for all by size, loss, step or clock
 
 SWARM = {**config_module.base["distributed"], "codec": "fp32", "outer_warmup": 0,
          "poll_interval": 0.05, "round_timeout": 1e-9, "max_norm_ratio": 0.0, "keyframe_every": 3,
          "commits_per_hour": 0}
+PLAIN = dict(outer_lr=1.0, outer_momentum=0.0)      # the global model is the sum of all work
 
 
 class Net(nn.Module):
@@ -2836,30 +2829,26 @@ class Later:
         self.ended = True
 
 
-class Node:
-    """A DumbDiLoCo without its threads: the test says when something is sent and seen."""
+class Node(diloco.PlainTrainer):
+    """A trainer and its DumbDiLoCo, without threads: the test says what is sent and seen when."""
     make = Net
 
     def __init__(self, transport, name="a", saved=None, threads=False, **settings):
-        self.model, self.step, self.tokens, self.position, self.last_loss = (
-            self.make(), 0, 0, 0, torch.tensor(1.0))
-        self.stop_signal, self.events = None, []
-        self.config = {"data": {"target_batch_size": 2}, "run": {"max_steps": 10**9}}
+        super().__init__(self.make(), max_steps=10**9, batch_size=2)
+        self.last_loss, self.events = torch.tensor(1.0), []
         self.work = {k: torch.zeros_like(v) for k, v in diloco.swarm_tensors(self.model).items()}
         self.node = diloco.DumbDiLoCo(transport, name, {**SWARM, **settings})
         if not threads:
             self.node.job, self.node.begin_look = Later, lambda: None
-            # without a clock no node has a speed
+            # without a clock no node has a speed, and none is early
             self.node.loop_steps = lambda: self.node.settings["inner_steps"]
+            self.node.keep_in_step = lambda: None
         if saved:
             self.model.load_state_dict(saved["model"])
             self.step, self.position, self.tokens = (
                 saved["step"], saved["step"] * 2, saved["tokens"])
             self.node.load_state_dict(saved["coordinator"])
         self.node.start(self)
-
-    def progress(self):
-        return str(self.step)
 
     def emit(self, event, line, **payload):
         self.events.append((event, payload))
@@ -2878,13 +2867,13 @@ class Node:
         if self.node.uploading and not self.node.uploading[1].ended:
             self.node.uploading[1].run()
 
-    def send(self):
+    def send(self, steps=0, **how):
+        self.train(steps, **how)
         self.node.push(self)
         self.upload()
 
     def look(self):
-        self.node.looking = Later(self.node.look, diloco.Known(
-            self.node.tag, self.node.state, self.node.refusals))
+        self.node.looking = Later(self.node.look, (self.node.tag, self.node.state))
         self.node.looking.run()
 
     def see(self):
@@ -2905,10 +2894,32 @@ class Node:
 
 def make_master(transport, **settings):
     log = []
+    config = settings.pop("config", {})
     master = diloco.MasterOuterLoop(transport, {**SWARM, **settings}, diloco.swarm_tensors(Net()),
-                                    {"config": {}, "buffers": ["stat"]}, log=log.append)
+                                    {"config": config, "buffers": ["stat"]}, log=log.append)
     master.lines = log
     return master
+
+
+def exchange(master, *nodes, steps=1, **how):
+    """A round: each trains and sends, the master merges, each sees it. Returns the outer step."""
+    for node in nodes:
+        node.send(steps, **how)
+    outer_step = master.sync_once()
+    for node in nodes:
+        node.see()
+    return outer_step
+
+
+def same(one, other, atol=0.0):
+    """Whether two dicts of tensors are equal, to the bit or within a distance."""
+    return all(torch.allclose(v, other[k], rtol=0, atol=atol) for k, v in one.items())
+
+
+def counts(master, node="a"):
+    """(local step, merged, lost) of a node's entry."""
+    entry = master.state.nodes[node]
+    return entry.local_step, entry.steps, entry.lost
 
 
 def history_of(transport):
@@ -2926,7 +2937,7 @@ def folder(tmp_path):
 
 def test_nesterov_is_torch_sgd_and_the_momentum_is_read_off_the_path():
     torch.manual_seed(0)
-    w, buf, p = {"w": torch.randn(8, 50)}, torch.zeros(8, 50), None
+    w, buf = {"w": torch.randn(8, 50)}, torch.zeros(8, 50)
     p = nn.Parameter(w["w"].clone())
     sgd = torch.optim.SGD([p], lr=0.7, momentum=0.9, nesterov=True)
     shapes = diloco.shapes_of(w)
@@ -2941,20 +2952,21 @@ def test_nesterov_is_torch_sgd_and_the_momentum_is_read_off_the_path():
     assert torch.allclose(w["w"], p, rtol=1e-5, atol=1e-5)
     settings = {"outer_momentum": 0.8, "outer_warmup": 4}
     assert [diloco.outer_momentum(settings, n) for n in (0, 1, 3, 9)] == [0.2, 0.4, 0.8, 0.8]
+    falling = [diloco.outer_momentum(settings, 9, left) for left in (7.0, 3.0, 1.5, 0.0)]
+    assert falling == [0.8, 0.8, 0.4, 0.0]
     half = diloco.Update(0.5, 0.4, 0.4 ** 0.5, 1.0, False, "fp32", [], shapes, None)
     u = diloco.nesterov(torch.zeros(1), torch.ones(1), half)
     assert u.item() == pytest.approx(0.5 * 0.4 * 0.4 ** 0.5)
 
 
-@pytest.mark.parametrize("codec", list(diloco.CODECS))
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed, codec", [*enumerate(diloco.CODECS)])
 def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
     """With a plain outer sum, whatever the interleaving, a node's weights are all it has
     learned."""
-    chance = random.Random(seed)
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0, codec=codec)
+    chance, master = random.Random(seed), make_master(folder, codec=codec, **PLAIN)
     a = Node(folder, codec=codec, max_pending=99)
-    for _ in range(60):
+    rounding = {"fp32": 0, "bf16": 0.2, "int8": 0.2, "int4": 2, "int2": 10}[codec]
+    for _ in range(80):
         action = chance.choice(["train", "train", "send", "answer", "merge", "see"])
         if action == "train":
             a.train()
@@ -2966,25 +2978,18 @@ def test_carry_and_baseline_no_work_is_ever_lost(folder, seed, codec):
             master.sync_once()
         elif action == "see":
             a.see()
-        rounding = {"fp32": 0, "bf16": 0.2, "int8": 0.2, "int4": 2, "int2": 10}[codec]
-        assert all(torch.allclose(v, a.work[k], atol=rounding) for k, v in a.weights().items())
+        assert same(a.weights(), a.work, rounding)
     # what the rounding of deltas held back goes out with the next ones
+    a.node.take_results(a)
     for _ in range(40):
-        a.node.take_results(a)
-        a.train(size=0.0)
-        a.send()
-        a.see()
-        master.sync_once()
-        a.see()
-    left = max((master.weights[k] - v).abs().max().item() for k, v in a.weights().items())
+        exchange(master, a, size=0.0)
     # four levels mend an outlier slowly
-    assert left < {"fp32": 1e-5, "bf16": 1e-3, "int8": 1e-3, "int4": 5e-3, "int2": 1.0}[codec]
-    left = max((master.weights[k] - a.work[k]).abs().max().item() for k in a.work)
+    assert same(a.weights(), master.weights,
+                {"fp32": 1e-5, "bf16": 1e-3, "int8": 1e-3, "int4": 5e-3, "int2": 1.0}[codec])
     # the rounding of updates is part of the path that all have taken
-    assert left < {"fp32": 1e-5, "bf16": 0.2, "int8": 0.3, "int4": 0.5, "int2": 1.0}[codec]
-    books = master.state.nodes["a"]
-    assert (books.steps == a.step and books.lost == 0 and books.tokens == a.tokens
-            and not a.node.local.in_flight)
+    assert same(a.work, master.weights,
+                {"fp32": 1e-5, "bf16": 0.2, "int8": 0.3, "int4": 0.5, "int2": 1.0}[codec])
+    assert counts(master) == (a.step, a.step, 0) and master.state.nodes["a"].tokens == a.tokens
 
 
 def test_the_master_fetches_the_deltas_of_a_round_side_by_side(tmp_path):
@@ -2996,29 +3001,22 @@ def test_the_master_fetches_the_deltas_of_a_round_side_by_side(tmp_path):
                 together.wait(timeout=30)       # nobody goes on before three are here
             super().fetch(path, *args)
     master = make_master(Meeting(tmp_path / "hub"))
-    for name in "abc":
-        node = Node(diloco.FolderTransport(tmp_path / "hub"), name)
-        node.train()
-        node.send()
-    assert master.sync_once() == 1 and sorted(master.state.nodes) == ["a", "b", "c"]
+    nodes = [Node(diloco.FolderTransport(tmp_path / "hub"), name) for name in "abc"]
+    assert exchange(master, *nodes) == 1 and sorted(master.state.nodes) == ["a", "b", "c"]
     assert not list(master.folder.glob("nodes_*"))      # what was fetched is gone
 
 
 def test_two_nodes_average_and_buffers_average_without_momentum(folder):
     master = make_master(folder, outer_lr=0.5, outer_momentum=0.9)
     a, b = Node(folder, "a"), Node(folder, "b")
-    a.train(4)
-    a.send()
+    a.send(4)
     a.node.take_results(a)
-    a.train(4)
-    a.send()                # two deltas of one node add up, they are not averaged
-    b.train(4)
-    b.send()
+    a.send(4)               # two deltas of one node add up, they are not averaged
+    b.send(4)
     assert master.sync_once() == 1
-    mean = {k: (a.work[k] + b.work[k]) / 2 for k in a.work}
-    for k in mean:
-        want = mean[k] if k == "stat" else 0.5 * 1.9 * mean[k]
-        assert torch.allclose(master.weights[k], want, atol=1e-5), k
+    for k, v in master.weights.items():
+        mean = (a.work[k] + b.work[k]) / 2
+        assert torch.allclose(v, mean if k == "stat" else 0.5 * 1.9 * mean, atol=1e-5), k
     assert master.sync_once() == 1, "nothing there, nothing happens"
 
 
@@ -3035,7 +3033,7 @@ def test_order_of_arrival_cannot_change_a_bit(tmp_path):
             nodes[name].send()
         master.sync_once()
         results.append(master.weights)
-    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+    assert same(*results)
 
 
 class Stop(BaseException):
@@ -3045,11 +3043,13 @@ class Stop(BaseException):
 class Shaky:
     """A transport that dies, or loses its answer, at its n-th call."""
 
-    def __init__(self, transport, n, how):
+    def __init__(self, transport, n=10**9, how="before"):
         self.transport, self.left, self.how = transport, n, how
 
     def __getattr__(self, name):
         call = getattr(self.transport, name)
+        if not callable(call):
+            return call
 
         def shaky(*args, **kwargs):
             self.left -= 1
@@ -3062,96 +3062,45 @@ class Shaky:
         return shaky
 
 
-@pytest.mark.parametrize("how", ["before", "after", "lose"])
-def test_a_master_killed_between_any_two_calls_is_replaced_bit_for_bit(tmp_path, how, monkeypatch):
+def test_an_upload_that_the_end_cuts_off_is_sent_by_the_next_process(folder, monkeypatch):
+    """Ctrl-C while the hub cannot be reached: no failure, and nothing is lost."""
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
+    master, a, real = make_master(folder, **PLAIN), Node(folder), folder.commit
 
-    def story(path, n):
-        """Three rounds; with n, the master dies at its n-th call, and one with an empty disk takes
-        over."""
-        torch.manual_seed(1)
-        hub, master, died = diloco.FolderTransport(path), None, False
-        make_master(hub)
-        nodes = [Node(hub, "a", max_pending=9), Node(hub, "b", max_pending=9)]
-        shaky = Shaky(hub, n, how)
-        for _ in range(3):
-            for node in nodes:
-                node.train(3, size=0.1)
-                node.send()
-            for _ in range(3):
-                try:
-                    master = master or make_master(shaky)
-                    master.sync_once()
-                    break
-                except Stop:
-                    master, died = None, True
-            for node in nodes:
-                node.see()
-        return make_master(hub), nodes, died or shaky.left <= 0
-    want, _, _ = story(tmp_path / "whole", 10**9)
-    for n in range(1, 60):
-        master, nodes, reached = story(tmp_path / str(n), n)
-        assert all(torch.equal(master.weights[k], want.weights[k]) for k in want.weights), n
-        assert all(torch.equal(master.momentum[k], want.momentum[k]) for k in want.weights), n
-        assert [master.state.nodes[x.node.node_id].steps for x in nodes] == [9, 9], n
-        if not reached:
-            break
-    assert 10 < n < 59
+    def away(*args, **kwargs):
+        a.node.closing, a.stop_signal = True, "SIGINT"
+        raise diloco.Unavailable("no route to the hub")
+    folder.commit = away
+    a.send(3)
+    a.node.finish(a)
+    folder.commit = real
+    assert not a.node.failed
+    again = Node(folder, saved=a.save())
+    assert same(again.weights(), a.work) and again.step == 3
+    exchange(master, again)
+    assert counts(master) == (4, 4, 0) and same(again.weights(), master.weights)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_worker_killed_anywhere_goes_on_and_the_books_balance(folder, seed):
-    chance, saved = random.Random(seed), None
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
-    a = Node(folder, max_pending=99)
-    saved = a.save()
-    for _ in range(80):
-        action = chance.choice(["train", "train", "send", "see", "merge", "save", "kill"])
-        if action == "train":
-            a.train()
-        elif action == "send" and not a.node.uploading:
-            a.send() if chance.random() < 0.6 else a.node.push(a)
-        elif action == "see":
-            if a.node.uploading:
-                a.upload()
-            a.see()
-        elif action == "merge":
-            master.sync_once()
-        elif action == "save":
-            saved = a.save()
-        elif action == "kill":
-            a = Node(folder, saved=saved, max_pending=99)
-            assert a.position == a.step * 2
-    if a.node.uploading:
-        a.upload()
-    a.node.take_results(a)
-    a.train()
-    a.send()
-    a.node.take_results(a)
-    master.sync_once()
-    a.see()
-    books = master.state.nodes["a"]
-    assert books.steps + books.lost == a.step and books.lost == 0
-    assert all(torch.equal(v, master.weights[k])
-               for k, v in a.weights().items()), "all it has learned is in the global"
-
-
-def test_a_node_that_has_finished_is_not_waited_for(folder):
-    master = make_master(folder, round_timeout=1e9)
+def test_nodes_that_have_finished_are_not_waited_for_but_count(folder):
+    """Else the last one at work would move the model as far as all did."""
+    master = make_master(folder, round_timeout=1e9, outer_lr=0.5, outer_momentum=0.0)
     a, b = Node(folder), Node(folder, "b")
-    a.node.target = 2
-    for node in (a, b):
-        node.train()
-        node.send()
+    b.node.target = 3
+    for node, steps in ((a, 1), (b, 2)):
+        node.send(steps)
         node.node.take_results(node)
     master.sync_once()
-    assert master.active() == {"a", "b"}
+    assert master.active() == {"a", "b"} and not master.due({"a"})
+    b.send(1)
+    exchange(master, a)
+    assert master.active() == {"a"} and master.due({"a"})
+    before = {k: v.clone() for k, v in master.weights.items()}
     a.train()
+    delta = a.node.local.remainders()
     a.send()
-    b.train()
-    b.send()
-    master.sync_once()
-    assert master.active() == {"b"} and master.due({"b"})
+    assert master.sync_once() == 3
+    assert all(torch.allclose(v, before[k] - 0.5 * delta[k] / 2) for k, v in master.weights.items()
+               if k != "stat")
 
 
 def test_while_something_is_on_its_way_a_worker_is_where_the_momentum_will_be(folder):
@@ -3167,24 +3116,19 @@ def test_while_something_is_on_its_way_a_worker_is_where_the_momentum_will_be(fo
         return {k: v - ahead * shift[k] - sum(d[k] for d in sent)
                 for k, v in a.node.local.G.items()}
     for i in range(6):
-        a.train(2)
-        a.send()
-        assert all(torch.allclose(v, expected(True)[k], atol=1e-4)
-                   for k, v in a.weights().items())
+        a.send(2)
+        assert same(a.weights(), expected(True), 1e-4)
         master.sync_once()
         a.see()
         assert not a.node.local.ahead and not a.node.local.in_flight
-        assert all(torch.allclose(v, master.weights[k], atol=1e-4)
-                   for k, v in a.weights().items())
-        assert all(torch.equal(v, master.momentum[k]) for k, v in a.node.local.momentum.items())
-    a.train(1)
-    a.send()
+        assert same(a.weights(), master.weights, 1e-4)
+        assert same(a.node.local.momentum, master.momentum)
+    a.send(1)
     a.train(1)
     was, on, off = a.weights(), expected(True), expected(False)
     again = Node(folder, saved=a.save())        # killed and started again while it is ahead
     assert a.node.local.ahead and not again.node.local.ahead
-    assert all(torch.allclose(v, off[k] + was[k] - on[k], atol=1e-4)
-               for k, v in again.weights().items())
+    assert same(again.weights(), {k: off[k] + was[k] - on[k] for k in was}, 1e-4)
 
 
 @pytest.mark.parametrize("steps, rounds, fate, inner_steps, part", [
@@ -3200,8 +3144,7 @@ def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, step
 
     def everyone(*nodes):
         for node in nodes:
-            node.train()
-            node.send()
+            node.send(1)
             node.node.take_results(node)
     for _ in range(2):
         everyone(a, b)
@@ -3235,15 +3178,14 @@ def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, step
     assert all(torch.allclose(sent.piece(k, ...), v, atol=1e-4) for k, v in left.items())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_was_lost_on_the_way_is_sent_again_once(folder, seed):
     """Whatever is deleted before it is merged: once all is merged the global model is all that the
     node has learned, and the books say so. What was refused is not sent again."""
-    chance, master = random.Random(seed), make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    chance, master = random.Random(seed), make_master(folder, **PLAIN)
     a = Node(folder, max_pending=99)
     for _ in range(40):
-        a.train()
-        a.send()
+        a.send(1)
         if chance.random() < 0.4:
             folder.commit({}, [path for path, _, _ in folder.list("nodes/")])
         a.node.take_results(a)
@@ -3252,15 +3194,12 @@ def test_what_was_lost_on_the_way_is_sent_again_once(folder, seed):
         if chance.random() < 0.5:
             a.see()
     for _ in range(3):      # nothing is lost any more
-        a.train()
-        a.send()
-        master.sync_once()
-        a.see()
-    books = master.state.nodes["a"]
-    assert len(books.gaps) > 3 and books.lost == 0 and books.steps == a.step == 43
-    assert books.tokens == a.tokens
-    assert all(torch.equal(v, a.work[k]) and torch.equal(v, a.weights()[k])
-               for k, v in master.weights.items() if k != "stat")
+        exchange(master, a)
+    assert len(master.state.nodes["a"].gaps) > 3 and counts(master) == (43, 43, 0)
+    assert master.state.nodes["a"].tokens == a.tokens
+    assert same(a.weights(), master.weights)
+    del master.weights["stat"]
+    assert same(master.weights, a.work)
 
 
 def test_all_nodes_decay_with_the_tokens_of_the_swarm(folder):
@@ -3268,11 +3207,8 @@ def test_all_nodes_decay_with_the_tokens_of_the_swarm(folder):
     master = make_master(folder, round_timeout=1e9)
     fast, slow = Node(folder, "fast"), Node(folder, "slow")
     assert fast.node.schedule_step(7) == 7
-    for node, steps in ((fast, 30), (slow, 20)):
-        node.train(steps)
-        node.send()
-    master.sync_once()
-    fast.see()
+    slow.send(20)
+    exchange(master, fast, steps=30)
     slow.see()
     assert fast.node.schedule_step(30) == 25 == slow.node.schedule_step(20)
     assert fast.node.schedule_step(34) == 29 == slow.node.schedule_step(24)
@@ -3287,146 +3223,95 @@ def test_all_nodes_decay_with_the_tokens_of_the_swarm(folder):
     assert fast.node.schedule_step(30) == 30 and diloco.members(books, 1) == {"fast"}
 
 
-def test_the_last_node_at_work_does_not_move_the_model_as_far_as_all_did(folder):
-    master = make_master(folder, round_timeout=1e9, outer_lr=0.5, outer_momentum=0.0)
-    a, b = Node(folder), Node(folder, "b")
-    b.node.target = 3
-    for node, steps in ((a, 1), (b, 3)):
-        node.train(steps)
-        node.send()
-    master.sync_once()
-    a.see()
-    before = {k: v.clone() for k, v in master.weights.items()}
-    a.train()
-    delta = a.node.local.remainders()
-    a.send()
-    assert master.active() == {"a"} and master.sync_once() == 2
-    assert all(torch.allclose(v, before[k] - 0.5 * delta[k] / 2) for k, v in master.weights.items()
-               if k != "stat")
-
-
 def test_two_masters_one_stops(folder):
-    one = make_master(folder)
-    two = make_master(folder)
-    a = Node(folder)
-    a.train()
-    a.send()
+    one, two, a = make_master(folder), make_master(folder), Node(folder)
+    a.send(1)
     with pytest.raises(diloco.Refused, match="another master"):
         one.sync_once()
     assert two.sync_once() == 1
     a.see()
-    a.train()
-    a.send()
+    a.send(1)
     assert make_master(folder).sync_once() == 2, "a master started again takes over at once"
 
 
 @pytest.mark.parametrize("kind", ["hub", "folder"])
-def test_the_repository_is_a_model_with_a_page(request, kind):
+def test_the_repository_is_a_model_with_a_page(request, monkeypatch, kind):
     """model.safetensors is the keyframe and costs no second upload; the page is a commit of its
     own, and what the owner writes on it stays, also when he writes meanwhile."""
     transport = request.getfixturevalue("remote" if kind == "hub" else "folder")
     server = request.getfixturevalue("hub") if kind == "hub" else None
     settings = {**SWARM, "hub": "me/swarm", "license": "mit", "codec": "int4", "keyframe_every": 1}
     torch.manual_seed(0)
-    model = build_model({**SHAPE, "d_model": 64, "n_layer": 4})
-    tensors = {k: v.detach() for k, v in diloco.swarm_tensors(model).items()}
+    tensors = {k: v.detach() for k, v in diloco.swarm_tensors(nn.Linear(256, 256)).items()}
     config = {"run": {"max_steps": 10}, "model": {"name": "gpt"}, "data": {"path": "stdlib"}}
-    before = server.bytes["in"] if server else 0
-    log = []
+    before, log = server.bytes["in"] if server else 0, []
     master = diloco.MasterOuterLoop(transport, settings, tensors, {"config": config}, files={
         "config.json": b"{}"}, draw=lambda curves: f"<svg>{curves}</svg>", log=log.append)
-    size = sum(v.nbytes for v in tensors.values())
     if server:      # weights, momentum in bf16: base64 and headers are small change
-        assert server.bytes["in"] - before < 1.7 * size
+        assert server.bytes["in"] - before < 1.7 * sum(v.nbytes for v in tensors.values())
+    monkeypatch.setattr(Node, "make", lambda self: nn.Linear(256, 256))
+    node = Node(transport, codec="int4")
 
     def text(path=diloco.PAGE):
         return transport.read(path)[1].decode()
 
-    def send(step):
-        node_dir, codec = f"nodes/a/delta_{step}.safetensors", settings["codec"]
-        header = {"run_id": master.state.run_id, "node_id": "a", "incarnation": "1",
-                  "local_step": step, "base_outer_step": 0, "steps": 1, "tokens": 1000, "loss": 2.5,
-                  "codec": codec}
-        file = master.folder / "sent"
-        diloco.save(diloco.encode({k: torch.full_like(v, 0.01) for k, v in tensors.items()}, codec),
-                    file, {k: str(v) for k, v in header.items()})
-        transport.commit({node_dir: file})
-        master.sync_once()
+    def publish():
+        exchange(master, node)
         master.publish_page()
-        for name in (diloco.WEIGHTS, diloco.MODEL):
-            transport.fetch(name, transport.head()[0], master.folder / "there")
-            there = load_file(master.folder / "there")
-            assert all(torch.equal(there[k], v) for k, v in master.weights.items())
-    send(1)
+    publish()
+    for name in (diloco.WEIGHTS, diloco.MODEL):
+        transport.fetch(name, transport.head()[0], master.folder / "there")
+        assert same(master.weights, load_file(master.folder / "there"))
     assert text("config.json") == "{}" and "license: mit" in text() and "--hub=me/swarm" in text()
-    assert "Outer step 1, step 1 of 10" in text() and "| a | 20" in text() and "1,000" in text()
-    assert "(1, 2.5)" in text(diloco.CURVE) and diloco.CURVE in text()
+    assert "Outer step 1, step 1 of 10" in text() and "| a | 20" in text() and "10 tokens" in text()
+    assert "(1, 1.0)" in text(diloco.CURVE) and diloco.CURVE in text()
     mine = text().replace("# swarm", "# My swarm\nHello.") + "Written below.\n"
     transport.commit({diloco.PAGE: mine.encode()})
-    send(2)
+    publish()
     assert "Outer step 2" in text()
     assert text().split(diloco.BEGIN)[0] == mine.split(diloco.BEGIN)[0]
     assert text().split(diloco.END)[1] == mine.split(diloco.END)[1]
-    files = master.page.files
 
-    def meanwhile(*args):       # the owner writes between reading and publishing
-        made = files(*args)
-        transport.commit({diloco.PAGE: text().replace("Hello.", "Again.").encode()})
-        return made
-    master.page.files = meanwhile
-    send(3)
-    assert "Again." in text() and "Outer step 2" in text() and "stays as it is" in log[-1]
-    master.page.files = files
-    send(4)
-    assert "Again." in text() and "Outer step 4" in text()
-    transport.commit({diloco.PAGE: b"All my own." + diloco.BEGIN.encode()})     # no closing mark
-    send(5)
-    assert text().startswith("All my own.\n\n" + diloco.BEGIN) and text().count("swarm:") == 2
-    assert not master.page.due()
-    master.page.made_at -= 601
-    assert master.page.due()
+    def meanwhile(curves):      # the owner writes between reading and publishing
+        transport.commit({diloco.PAGE: b"All my own." + diloco.BEGIN.encode()})
+        return "<svg/>"
+    master.draw = meanwhile
+    publish()
+    assert text() == "All my own." + diloco.BEGIN and "stays as it is" in log[-1]
 
     def no_picture(curves):
         raise ValueError("matplotlib is missing")
-    master.page.draw = no_picture
-    send(6)
-    assert "Outer step 6" in text() and diloco.CURVE not in text() and "matplotlib" in log[-1]
+    master.draw = no_picture
     if server:      # metadata that the Hub does not take
         server.fault("POST", "/validate-yaml", 400)
-        send(7)
-        assert "Outer step 6" in text() and master.state.outer_step == 7
+        publish()
+        assert text() == "All my own." + diloco.BEGIN
         server.faults.clear()
-        send(8)
-        assert "Outer step 8" in text(), "it is tried again"
+    publish()
+    assert text().startswith("All my own.\n\n" + diloco.BEGIN) and text().count("swarm:") == 2
+    assert f"Outer step {master.state.outer_step}" in text(), "it is tried again"
+    assert diloco.CURVE not in text() and "matplotlib" in log[-1]
 
 
 def test_two_workers_with_one_node_id(folder):
     master = make_master(folder)
-    old = Node(folder)
-    new = Node(folder)
-    old.train(3)
-    old.send()
+    old, new = Node(folder), Node(folder)
+    old.send(3)
     master.sync_once()
-    new.train(2)
-    new.send()
+    new.send(2)
     master.sync_once()
     old.node.take_results(old)
-    old.train(4)
-    old.send()
+    old.send(4)
     master.sync_once()
     entry = master.state.nodes["a"]
-    assert entry.steps == 5 and "taken over" in entry.refused[-1]["reason"]
-    assert entry.lost == 4, "and its ledger says so"
+    assert (entry.steps, entry.lost) == (5, 4) and "taken over" in entry.refused[-1]["reason"]
     old.see()
     assert (old.stop_signal == "Refused"
             and "another worker has taken over the node id a" in str(old.node.failed))
     newest = Node(folder)
-    newest.train(2)
-    newest.send()
-    old.step = newest.step - 5
-    old.train(5)
-    old.node.uploading = None
-    old.send()
+    newest.send(2)
+    old.step, old.node.uploading = newest.step - 5, None
+    old.send(5)
     assert isinstance(old.node.uploading[1].error, diloco.Refused)
 
 
@@ -3434,124 +3319,67 @@ def test_two_workers_with_one_node_id(folder):
 def test_a_copied_run_folder_goes_on_once(folder, first):
     """Both processes have one lineage and train at the same pace: the one that began later goes
     on, the other stops and says so, whoever sends first."""
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    master = make_master(folder, **PLAIN)
     original = Node(folder, inner_steps=5)
-    original.train(5)
-    original.node.after_step(original)
-    original.upload()
-    master.sync_once()
-    original.see()
+    exchange(master, original, steps=5)
     copied = Node(folder, saved=original.save(), inner_steps=5)
     pair = [original, copied] if first == "original" else [copied, original]
     for _ in range(12):
-        for node in pair:
-            if not node.stop_signal:
-                node.train()
-                node.node.after_step(node)
-                node.upload()
-                node.node.take_results(node)
+        for node in [node for node in pair if not node.stop_signal]:
+            node.train()
+            node.node.after_step(node)
+            node.upload()
+            node.node.take_results(node)
         master.sync_once()
-        for node in pair:
-            if not node.stop_signal:
-                node.see()
+        for node in [node for node in pair if not node.stop_signal]:
+            node.see()
     assert original.stop_signal == "Refused" and not copied.stop_signal
     assert "began later" in str(original.node.failed)
-    copied.train()
-    copied.send()
-    master.sync_once()
+    exchange(master, copied)
     entry = master.state.nodes["a"]
     assert entry.incarnation == copied.node.me.incarnation
     assert entry.local_step == copied.step and entry.steps + entry.lost >= copied.step
-    copied.see()
-    assert all(torch.equal(v, master.weights[k]) for k, v in copied.weights().items())
+    assert same(copied.weights(), master.weights)
 
 
 def test_a_worker_with_an_empty_disk_overwrites_nothing_that_waits(folder):
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
-    first = Node(folder)
-    first.train(5)
-    first.send()
+    master = make_master(folder, **PLAIN)
+    Node(folder).send(5)
     second = Node(folder)
     assert second.step == 5 and second.position == 10, "it joins where the other had come to"
-    second.train(4)
-    second.send()
-    assert master.sync_once() == 1
-    entry = master.state.nodes["a"]
-    assert (entry.local_step, entry.steps, entry.lost) == (9, 9, 0)
+    second.send(4)
+    assert master.sync_once() == 1 and counts(master) == (9, 9, 0)
 
 
-def test_an_upload_that_outlives_its_process_is_taken_for_what_it_is(folder):
-    """The commit of a killed worker may still land after the worker was started again."""
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
-    a = Node(folder)
+@pytest.mark.parametrize("seen", ["sent", "merged"])
+def test_an_upload_that_outlives_its_process_is_taken_for_what_it_is(folder, seen):
+    """The commit of a killed worker may still land after the worker was started again; the new one
+    meets it when it sends, or only once it is merged."""
+    master, a = make_master(folder, **PLAIN), Node(folder)
     a.train(2)
     saved = a.save()
     a.train(2)
     a.node.push(a)
-    late = a.node.uploading[1]
-    again = Node(folder, saved=saved)
-    again.train(2)              # other steps than the first time: other bytes
-    late.run()
-    again.send()
-    again.node.take_results(again)
-    master.sync_once()
-    again.see()
-    again.train(1)
-    again.send()
-    master.sync_once()
-    again.see()
-    entry = master.state.nodes["a"]
-    assert (entry.local_step, entry.steps, entry.lost) == (5, 5, 0)
-    assert all(torch.equal(v, master.weights[k]) for k, v in again.weights().items())
-
-
-def test_a_slow_node_is_not_shut_out_by_the_commit_limit(folder):
-    folder.limited = True
-    settings = dict(commits_per_hour=100_000, inner_steps=1)
-    master = make_master(folder, **settings)
-    slow, fast = Node(folder, "slow", **settings), Node(folder, "fast", **settings)
-    slow.train()
-    slow.send()
-    for _ in range(6):          # until the slow one is no longer active
-        fast.train()
-        fast.send()
+    late, again = a.node.uploading[1], Node(folder, saved=saved)
+    if seen == "sent":
+        again.train(2)          # other steps than the first time: other bytes
+        late.run()
+        again.send()
+        again.node.take_results(again)
         master.sync_once()
-        fast.see()
-    assert master.active() == {"fast"}
-    slow.see()
-    slow.train()
-    slow.send()
-    master.sync_once()
-    assert master.state.nodes["slow"].steps == 2
-
-
-def test_a_clock_that_was_ahead_stops_nobody(folder, monkeypatch):
-    hour, times = 3600.0, [time.time() + 86400]
-    folder.limited = True
-    now = time.time()
-    state = diloco.SwarmState("run")
-    assert diloco.may_commit({"commits_per_hour": 100}, folder, state, times)
-    assert not diloco.may_commit({"commits_per_hour": 2}, folder, state, [now - 1])
-    assert diloco.may_commit({"commits_per_hour": 2}, folder, state, [now - hour])
-    folder.limited = False
-    master = make_master(folder)
-    ahead = Node(folder)
-    ahead.node.me = diloco.Identity("a", *["9" + ahead.node.me.incarnation[1:]] * 2)
-    ahead.train()
-    ahead.send()
-    master.sync_once()
-    again = Node(folder)        # on an empty disk, with the right time
-    again.train()
-    again.send()
-    master.sync_once()
+    else:
+        again.train(3)
+        late.run()
+        master.sync_once()
     again.see()
-    assert not again.node.failed and master.state.nodes["a"].steps == 2
+    exchange(master, again)
+    assert counts(master) == ((5, 5, 0) if seen == "sent" else (6, 5, 1))
+    assert same(again.weights(), master.weights)
 
 
 def test_the_newer_of_two_workers_waits_until_the_older_ones_file_is_gone(folder, monkeypatch):
     master, old, new = make_master(folder), Node(folder), Node(folder)
-    old.train(4)
-    old.send()
+    old.send(4)
     new.train(4)
     new.node.push(new)
     monkeypatch.setattr(diloco, "wait", lambda *_: master.sync_once())
@@ -3562,90 +3390,94 @@ def test_the_newer_of_two_workers_waits_until_the_older_ones_file_is_gone(folder
     assert master.state.nodes["a"].steps == 8
 
 
-def test_steps_that_were_merged_behind_a_restarted_workers_back(folder):
-    """An upload of the killed process lands, and is merged, after the new one has looked."""
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
-    a = Node(folder)
-    saved = a.save()
-    a.train(4)
-    a.node.push(a)
-    again = Node(folder, saved=saved)
-    a.upload()
-    again.train(5)
+def test_a_slow_node_is_not_shut_out_by_the_commit_limit(folder):
+    folder.limited = True
+    settings = dict(commits_per_hour=100_000, inner_steps=1)
+    master = make_master(folder, **settings)
+    slow, fast = Node(folder, "slow", **settings), Node(folder, "fast", **settings)
+    slow.send(1)
+    for _ in range(6):          # until the slow one is no longer active
+        exchange(master, fast)
+    assert master.active() == {"fast"}
+    slow.see()
+    slow.send(1)
     master.sync_once()
-    again.see()
-    assert all(torch.equal(v, master.weights[k]) for k, v in again.weights().items())
-    again.train(2)
-    again.send()
+    assert master.state.nodes["slow"].steps == 2
+
+
+def test_a_clock_that_is_ahead_stops_nobody_and_gives_nobody_more(folder):
+    folder.limited, now = True, time.time()
+    state = diloco.SwarmState("run")
+    assert diloco.may_commit({"commits_per_hour": 100}, folder, state, [now + 86400])
+    assert not diloco.may_commit({"commits_per_hour": 2}, folder, state, [now - 1])
+    assert diloco.may_commit({"commits_per_hour": 2}, folder, state, [now - 3600])
+    state = diloco.SwarmState("run", published=1e9, nodes={
+        name: diloco.NodeState(last_seen=1e9 - 60) for name in "abcdefgh"})
+
+    def share():
+        times = []
+        while diloco.may_commit({"commits_per_hour": 100}, folder, state, times, last=True):
+            times.append(now)
+        return len(times)
+    assert share() == 10
+    state.nodes["a"].last_seen += 86400
+    assert share() == 10
+    state.nodes["a"].last_seen -= 2 * 86400
+    assert share() == 11
+    folder.limited = False
+    master, ahead = make_master(folder), Node(folder)
+    ahead.node.me = diloco.Identity("a", *["9" + ahead.node.me.incarnation[1:]] * 2)
+    ahead.send(1)
     master.sync_once()
-    entry = master.state.nodes["a"]
-    assert (entry.local_step, entry.steps, entry.lost) == (7, 6, 1)
+    again = Node(folder)        # on an empty disk, with the right time
+    exchange(master, again)
+    assert not again.node.failed and master.state.nodes["a"].steps == 2
 
 
 def test_state_that_is_none_is_refused_and_never_overwritten(hub, remote):
-    master = make_master(remote)
-    a = Node(remote)
-    a.train()
-    a.send()
-    master.sync_once()
+    exchange(make_master(remote), Node(remote))
     # as a cache may say for a moment
     hub.fault("GET", "step_count", 404, count=1, X_Error_Code="EntryNotFound")
     assert make_master(remote).state.outer_step == 1
     good = json.loads(remote.read(diloco.STEP)[1])
-    for bad in (b"", b"[" * 100_000, b"5", json.dumps({**good, "nodes": {"a": 5}}).encode(),
-                json.dumps({**good, "outer_step": 10 ** 30}).encode(),
-                json.dumps({**good, "outer_step": 5}).encode(),
-                json.dumps({**good, "files": {"x": 1}}).encode(),
-                json.dumps({**good, "momentum": 1.5}).encode(),
-                json.dumps({**good, "nodes": {"a": {"steps": "many"}}}).encode()):
+    bad = [{"nodes": {"a": 5}}, {"outer_step": 10 ** 30}, {"outer_step": 5}, {"files": {"x": 1}},
+           {"momentum": 1.5}, {"nodes": {"a": {"steps": "many"}}}]
+    for content in [b"", b"[" * 100_000, b"5", *(json.dumps(good | b).encode() for b in bad)]:
         with pytest.raises(diloco.Refused, match="put back a version"):
-            diloco.parse_state(bad)
+            diloco.parse_state(content)
     assert diloco.parse_state(json.dumps({**good, "nodes": {"a": {}}}).encode())
 
 
 def test_a_cache_that_lags_is_not_taken_for_another_master(folder, monkeypatch):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
     master, a = make_master(folder), Node(folder)
-    states = []
-    for _ in range(2):
-        states.append((folder.head(), folder.read(diloco.STEP)))
-        a.train()
-        a.send()
-        master.sync_once()
-        a.see()
-    (old_head, old_read), real = states[-1], master.transport
-    old = [True]
+    exchange(master, a)
+    old_head, old_read, old = folder.head(), folder.read(diloco.STEP), [False, True]
+    exchange(master, a)
 
     class Lagging(diloco.FolderTransport):
         def head(self):
-            return old_head if old.pop() else real.head()
+            return old_head if old.pop() else super().head()
 
         def read(self, path, version=None):
-            return old_read if version == old_head[0] else real.read(path, version)
-    old = [False, True]
-    master.transport = Lagging(folder.root)
-    a.train()
-    a.send()
+            return old_read if version == old_head[0] else super().read(path, version)
+    master.repository.transport = Lagging(folder.root)
+    a.send(1)
     assert master.sync_once() == 3
     assert any("older version" in line for line in master.lines)
 
 
-def test_the_status_table_only_reads(folder, tmp_path):
+def test_the_status_table_only_reads(folder):
     with pytest.raises(diloco.Refused, match="no global model"):
         diloco.status(folder)
     assert not folder.root.exists()
     master = make_master(folder)
-    nodes = [Node(folder, "a"), Node(folder, "b")]
+    a, b = Node(folder, "a"), Node(folder, "b")
     for i in range(30):
-        for node in nodes[:1 if 5 < i < 29 else 2]:
-            node.train()
-            node.send()
         if i == 29:
-            folder.commit({"nodes/b/delta_7.safetensors": b"damaged"})
-        master.sync_once()
-        for node in nodes[:1 if 5 < i < 29 else 2]:
-            node.see()
-    Node(folder, "new").train()
+            b.send(1)
+            folder.commit({f"nodes/b/delta_{b.step}.safetensors": b"damaged"})
+        exchange(master, a, *[b] * (i < 6))
     before = folder.head()
     lines = diloco.status(folder).splitlines()
     assert folder.head() == before
@@ -3667,8 +3499,7 @@ def test_a_full_disk_is_waited_out(folder, monkeypatch):
             raise SafetensorError("IoError(Os { code: 28, message: 'No space left on device' })")
         real(*args, **kwargs)
     monkeypatch.setattr(diloco, "save_file", save_file)
-    a.train()
-    a.send()
+    a.send(1)
     a.node.take_results(a)
     assert [e for e, _ in a.events] == ["join", "hub_error", "hub_error", "push"]
     full[0] = 2
@@ -3676,61 +3507,45 @@ def test_a_full_disk_is_waited_out(folder, monkeypatch):
 
 
 def damage(folder, path, content):
-    """Replace a file, or delete it (None), and whatever the folder still has of the old one."""
-    digest = hashlib.sha256(folder.read(path)[1]).hexdigest()
+    """Replace a file, or delete it (None)."""
     folder.commit({path: content} if content is not None else {},
                   [path] if content is None else [])
-    (folder.root / ".hub/objects" / digest).unlink(missing_ok=True)
 
 
 def test_what_is_lost_or_damaged_is_mended_by_the_master_that_runs(folder):
-    master = make_master(folder)
-    a = Node(folder)
-
-    def round_of():
-        a.train()
-        a.send()
-        outer_step = master.sync_once()
-        a.see()
-        return outer_step
-    assert round_of() == 1
+    master, a = make_master(folder), Node(folder)
+    assert exchange(master, a) == 1
     damage(folder, diloco.WEIGHTS, b"of another version")
     at, state = diloco.read_state(folder)
     with pytest.raises(diloco.Unavailable, match="latest"):
         diloco.fetch_global(folder, at, state, a.node.folder, a.node.local.shapes)
-    assert round_of() == 2, "the master that holds the weights publishes a keyframe"
+    assert exchange(master, a) == 2, "the master that holds the weights publishes a keyframe"
     assert any("latest.safetensors was damaged" in line for line in master.lines)
     state, weights = diloco.load_global(folder)
-    assert state.keyframe == 2 and all(torch.equal(v, master.weights[k])
-                                       for k, v in weights.items())
+    assert state.keyframe == 2 and same(weights, master.weights)
     damage(folder, diloco.MOMENTUM, None)
-    assert round_of() == 3 and master.state.keyframe == 3
-    for bad in (b"{}", b"", None):
-        folder.commit({diloco.STEP: bad} if bad is not None else {},
-                      [diloco.STEP] if bad is None else [])
-        assert round_of() == master.state.outer_step > 3
-        assert diloco.parse_state(folder.read(diloco.STEP)[1]).outer_step == (
-            master.state.outer_step)
-    late = Node(folder, "late")
-    assert all(torch.equal(v, a.node.local.G[k]) for k, v in late.node.local.G.items())
-    assert all(torch.equal(v, a.node.local.momentum[k])
-               for k, v in late.node.local.momentum.items())
-    replaced = make_master(folder)
-    assert all(torch.equal(v, master.weights[k]) for k, v in replaced.weights.items())
-    assert all(torch.equal(v, master.momentum[k]) for k, v in replaced.momentum.items())
+    assert exchange(master, a) == 3 and master.state.keyframe == 3
+    for i, bad in enumerate((b"{}", b"", None)):
+        damage(folder, diloco.STEP, bad)
+        assert exchange(master, a) == 4 + i
+        assert diloco.parse_state(folder.read(diloco.STEP)[1]).outer_step == 4 + i
+    late, replaced = Node(folder, "late").node.local, make_master(folder)
+    for one in (late.G, a.node.local.G, replaced.weights):
+        assert same(one, master.weights)
+    for one in (late.momentum, a.node.local.momentum, replaced.momentum):
+        assert same(one, master.momentum)
 
 
 @pytest.mark.parametrize("path", [diloco.STEP, diloco.WEIGHTS, diloco.MOMENTUM])
-@pytest.mark.parametrize("bad", [b"", b"{}", None])
-def test_a_new_master_never_writes_over_a_model(folder, monkeypatch, path, bad):
+def test_a_new_master_never_writes_over_a_model(folder, monkeypatch, path):
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
     make_master(folder)
-    damage(folder, path, bad)
-    before = folder.head()
-    with pytest.raises(diloco.Refused) as e:
-        make_master(folder)
-    assert folder.head() == before and "put" in str(e.value), "it says how to recover"
-    assert Path(path).name in str(e.value)
+    for bad in (b"", b"{}", None):
+        damage(folder, path, bad)
+        before = folder.head()
+        with pytest.raises(diloco.Refused, match=f"{Path(path).name}.* put"):
+            make_master(folder)
+        assert folder.head() == before
 
 
 def delta_file(path, tensors=None, **header):
@@ -3766,63 +3581,45 @@ def bad_deltas(tmp_path, run_id):
 
 
 def test_bad_deltas_are_refused_by_name_and_the_round_goes_on(folder, tmp_path):
-    master = make_master(folder)
+    master, a = make_master(folder), Node(folder)
     for reason, contents in bad_deltas(tmp_path, master.state.run_id).items():
         for content in contents:
-            a = Node(folder)
-            a.train()
-            a.send()
             folder.commit({"nodes/bad/delta_5.safetensors": content, "nodes/what.txt": b"?"})
             before = master.state.outer_step
-            assert master.sync_once() == before + 1, reason
+            assert exchange(master, a) == before + 1, reason
             line = json.loads(master.history.splitlines()[-1])
-            reasons = {r["path"]: r["reason"] for r in line["refused"]}
-            assert reason in reasons["nodes/bad/delta_5.safetensors"], (reason, reasons)
-            assert line["strange"] == 1 and "nodes/what.txt" not in reasons
+            (refused,) = line["refused"]
+            assert refused["path"] == "nodes/bad/delta_5.safetensors", refused
+            assert reason in refused["reason"] and line["strange"] == 1
             assert [m["node"] for m in line["merged"]] == ["a"]
             assert all(v.isfinite().all() for v in master.weights.values())
             assert folder.list("nodes/") == []
-    a.see()
-    me = a.node.me
+    me, weights = a.node.me, {k: v.clone() for k, v in master.weights.items()}
     replay = delta_file(tmp_path / "x", run_id=master.state.run_id, node_id="a", local_step=1,
                         steps=1, lineage=me.lineage, incarnation=me.incarnation)
     folder.commit({"nodes/a/delta_1.safetensors": replay})
-    weights = {k: v.clone() for k, v in master.weights.items()}
     master.sync_once()
-    assert "replay" in master.lines[-1]
-    assert all(torch.equal(v, master.weights[k]) for k, v in weights.items())
+    assert "replay" in master.lines[-1] and same(master.weights, weights)
     assert set(master.state.nodes) == {"a", "bad"}, "only well-formed deltas make an entry"
 
 
 def test_files_that_are_no_deltas_and_nodes_that_are_gone_leave_the_state_small(folder):
-    master = make_master(folder)
-    a = Node(folder)
+    master, a = make_master(folder), Node(folder)
     folder.commit({f"nodes/junk{i}/x{i}": b"?" for i in range(250)})
     folder.commit({f"nodes/junk{i}/delta_1.safetensors": b"?" for i in range(50)})
     for _ in range(4):
-        a.train()
-        a.send()
-        master.sync_once()
-        a.see()
+        exchange(master, a)
     assert folder.list("nodes/") == [] and master.state.strange == 250
     assert set(master.state.nodes) == {"a"}
-    for name in "bc":
-        node = Node(folder, name)
-        node.train(3)
-        node.send()
-    master.sync_once()
-    assert set(master.state.nodes) == set("abc")
+    b, c = Node(folder, "b"), Node(folder, "c")
+    exchange(master, b, c, steps=3)
     master.state.nodes["b"].last_seen -= 30 * 86400
     master.state.nodes["c"].last_seen += 30 * 86400     # a clock that was ahead
     for _ in range(2):
-        a.train()
-        a.send()
-        master.sync_once()
-        a.see()
+        exchange(master, a)
     assert set(master.state.nodes) == set("ac") and master.state.former["steps"] == 3
     assert master.state.nodes["c"].last_seen <= time.time()
-    node.train(2)
-    node.send()
+    c.send(2)
     assert "1 that left" in diloco.status(folder)
     assert [r["outer_step"] for r in history_of(folder)] == list(range(1, 8))
     assert len([path for path, _, _ in folder.list("global/") if "history" in path]) == 3
@@ -3830,50 +3627,30 @@ def test_files_that_are_no_deltas_and_nodes_that_are_gone_leave_the_state_small(
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_node_that_comes_back_after_it_left_the_state_goes_on(folder, restarted):
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
+    master = make_master(folder, **PLAIN)
     a, b = Node(folder), Node(folder, "b")
-    for node in (a, b):
-        node.train(4)
-        node.send()
-    master.sync_once()
-    for node in (a, b):
-        node.see()
+    exchange(master, a, b, steps=4)
     saved = b.save()
     master.state.nodes["b"].last_seen -= 30 * 86400
-    a.train()
-    a.send()
-    master.sync_once()
+    exchange(master, a)
     assert set(master.state.nodes) == {"a"}
     b = Node(folder, "b", saved=saved) if restarted else b
     b.see()
-    b.train(3)
-    b.send()
-    master.sync_once()
-    entry = master.state.nodes["b"]
-    assert (entry.local_step, entry.steps, entry.lost) == (7, 3, 0)
+    exchange(master, b, steps=3)
+    assert counts(master, "b") == (7, 3, 0)
 
 
 def test_the_refused_worker_is_told_and_goes_on_from_the_global(folder):
-    master = make_master(folder, outer_lr=1.0, outer_momentum=0.0)
-    a = Node(folder)
-    a.train(1)
-    a.send()
-    master.sync_once()
-    a.see()
-    a.train(3)
-    a.send()
+    master, a = make_master(folder, **PLAIN), Node(folder)
+    exchange(master, a)
+    a.send(3)
     folder.commit({"nodes/a/delta_4.safetensors": b"damaged"})
     a.node.take_results(a)
     a.train(2)
     assert master.sync_once() == 1
     a.see()
-    assert "unreadable" in dict(a.events)["refused"]["reason"]
-    assert not a.node.local.in_flight
-    a.send()
-    assert master.sync_once() == 2
-    entry = master.state.nodes["a"]
-    assert entry.lost == 3 and entry.steps == 3 and a.step == 6
-    a.see()
+    assert "unreadable" in dict(a.events)["refused"]["reason"] and not a.node.local.in_flight
+    assert exchange(master, a, steps=0) == 2 and counts(master) == (6, 3, 3)
     with torch.no_grad():
         a.model.w[0, 0] = float("nan")
     a.step += 1
@@ -3893,23 +3670,19 @@ def test_no_node_decides_by_the_size_of_its_deltas(folder):
     """An outsized delta is scaled down to ten medians of the NODES' norms, a first one to the norm
     of the global weights."""
     weights = {k: torch.ones_like(v) for k, v in diloco.swarm_tensors(Net()).items()}
-    settings = {**SWARM, "outer_lr": 1.0, "outer_momentum": 0.0, "max_norm_ratio": 10.0}
-    log = []
+    settings, log = {**SWARM, **PLAIN, "max_norm_ratio": 10.0}, []
     master = diloco.MasterOuterLoop(folder, settings, weights, {"buffers": ["stat"]},
                                     log=log.append)
-    size = math.sqrt(sum(v.numel() for v in weights.values()))
 
     def moved(*nodes):
         before = {k: v.clone() for k, v in master.weights.items()}
         for node, scale in nodes:
-            node.train(size=scale)
-            node.send()
-        master.sync_once()
-        for node, _ in nodes:
-            node.see()
+            node.send(1, size=scale)
+        exchange(master, *[node for node, _ in nodes], steps=0)
         return math.sqrt(sum(float((v - before[k]).pow(2).sum())
                              for k, v in master.weights.items()))
     a = Node(folder)
+    size = math.sqrt(sum(v.numel() for v in weights.values()))
     assert moved((a, 1e15)) == pytest.approx(size, rel=1e-3)
     for _ in range(3):
         moved((a, 1e-3))
@@ -3924,54 +3697,30 @@ def test_no_node_decides_by_the_size_of_its_deltas(folder):
 
 
 def test_a_node_whose_loss_stays_far_above_is_left_out_and_starts_again(folder):
-    master = make_master(folder, inner_steps=1)
-    a, b = (Node(folder, name, inner_steps=1) for name in "ab")
-    good, bad = torch.tensor(2.0), torch.tensor(3.0)
+    master = make_master(folder)
+    a, b = Node(folder), Node(folder, "b")
+    a.last_loss, b.last_loss = torch.tensor(2.0), torch.tensor(3.0)
     for i in range(6):
-        for node, loss in ((a, good), (b, bad)):
-            node.train()
-            node.last_loss = loss
-            node.node.after_step(node)
-            node.upload()
-        master.sync_once()
-        for node in (a, b):
-            node.see()
-    entry = master.state.nodes["b"]
-    assert (entry.steps, entry.lost) == (3, 3) and master.state.nodes["a"].steps == 6
+        exchange(master, a, b)
+    assert counts(master) == (6, 6, 0) and counts(master, "b") == (6, 3, 3)
     reasons = [payload["reason"] for event, payload in b.events if event == "refused"]
     assert len(reasons) == 3 and "stays far above" in reasons[0]
     assert any("refused  nodes/b/" in line and "3.000" in line for line in master.lines)
-    assert all(torch.equal(v, b.node.local.G[k]) for k, v in b.weights().items())
+    assert same(b.weights(), b.node.local.G)
     assert b.node.lr_scale(b.step) < 0.2, "it begins with small steps"
+    b.last_loss = torch.tensor(2.0)
     for i in range(2):
-        b.train()
-        b.last_loss = good
-        b.node.after_step(b)
-        b.upload()
-        master.sync_once()
-        b.see()
-    assert entry.steps == 3 and master.state.nodes["b"].steps == 5
-
-
-def test_a_node_that_only_lags_is_not_left_out(folder):
-    """Its loss is far above the others', but falls."""
-    master = make_master(folder, inner_steps=1)
-    a, b = (Node(folder, name, inner_steps=1) for name in "ab")
-    for i in range(8):
-        for node, loss in ((a, 2.0 * 0.9 ** i), (b, 4.0 * 0.9 ** i)):
-            node.train()
-            node.last_loss = torch.tensor(loss)
-            node.node.after_step(node)
-            node.upload()
-        master.sync_once()
-        for node in (a, b):
-            node.see()
-    assert (master.state.nodes["b"].steps, master.state.nodes["b"].lost) == (8, 0)
+        exchange(master, b)
+    assert counts(master, "b") == (8, 5, 3)
+    c = Node(folder, "c")
+    for i in range(8):          # far above, too, but its loss falls: it only lags behind
+        a.last_loss, c.last_loss = (torch.tensor(0.9 ** i * loss) for loss in (2.0, 4.0))
+        exchange(master, a, c)
+    assert counts(master, "c")[1:] == (8, 0)
 
 
 def test_a_step_beyond_the_end_is_refused(folder, tmp_path):
-    master = make_master(folder, inner_steps=10)
-    master.state.config = {"run": {"max_steps": 100}}
+    master = make_master(folder, inner_steps=10, config={"run": {"max_steps": 100}})
     for step, refused in ((10 ** 12 - 1, True), (211, True), (210, False)):
         content = delta_file(tmp_path / "x", run_id=master.state.run_id, local_step=step,
                              steps=1, first_step=step - 1)
@@ -3981,32 +3730,20 @@ def test_a_step_beyond_the_end_is_refused(folder, tmp_path):
     assert Node(folder, "late").step == 210 == master.state.progress
 
 
-def test_settings_that_hurt_are_told_once(folder):
-    master = make_master(folder, inner_steps=5, outer_momentum=0.9)
-    nodes = [Node(folder, name) for name in "abc"]
-    for _ in range(5):
-        nodes[0].train(9)
-        nodes[0].send()
-        master.sync_once()
-        nodes[0].see()
-    for node in nodes[1:]:      # based on a global model that is five rounds old
-        node.train()
-        node.send()
-    master.sync_once()
-    said = [line for line in master.lines if line.startswith("notice")]
-    assert len(said) == 3 and all(any(word in line for line in said) for word in (
-        "--outer-momentum", "--inner-steps, so that", "node a trains more than half"))
-    quiet = make_master(diloco.FolderTransport(folder.root / "other"), outer_momentum=0.8,
-                        inner_steps=5)
-    b = Node(quiet.transport)
-    for steps in (5, 99, 99, 5, 5, 5, 20, 20, 20):      # the master was away; then, slow rounds
-        assert not [line for line in quiet.lines if line.startswith("notice")]
-        b.train(steps)
-        b.send()
-        quiet.sync_once()
-        b.see()
-    assert [line for line in quiet.lines if line.startswith("notice")] == [
-        "notice   a round takes 4 inner loops: raise --inner-steps to 20"]
+@pytest.mark.parametrize("topics, momentum, rounds", [
+    ([], 0.8, [[("a", 50, 0)]]),
+    (["short"], 0.9, [[("a", 5, 0)]]), (["stale"], 0.8, [[("a", 5, 3)]]),
+    ([], 0.8, [[("a", 20, 0)]] * 4), (["long"], 0.8, [[("a", 20, 0)]] * 5),
+    ([], 0.8, [[("a", 5, 0)], [("a", 99, 0)], [("a", 99, 0)], *[[("a", 5, 0)]] * 2]),
+    (["large"], 0.8, [[("a", 9, 0)]] * 3 + [[("b", 5, 0)], [("c", 5, 0)]])])
+def test_settings_that_hurt_are_told(topics, momentum, rounds):
+    """The deltas of a round: (node, steps, outer steps late)."""
+    lines = [{"outer_step": 10 + i, "merged": [
+        {"node": node, "steps": steps, "tokens": steps, "base_outer_step": 9 + i - late}
+        for node, steps, late in deltas]} for i, deltas in enumerate(rounds)]
+    advice = dict(diloco.advice({"inner_steps": 5, "outer_momentum": momentum}, lines))
+    assert list(advice) == topics and all("raise --" in text or "larger --" in text
+                                          for text in advice.values())
 
 
 def test_rounds_close_when_all_are_there_or_the_time_is_up(folder, monkeypatch):
@@ -4028,64 +3765,37 @@ def test_rounds_close_when_all_are_there_or_the_time_is_up(folder, monkeypatch):
     assert master.round_timeout() == 10.0
 
 
-def test_a_clock_that_is_ahead_does_not_let_a_node_commit_more(folder):
-    folder.limited = True
-    state = diloco.SwarmState("run", published=1e9, nodes={
-        name: diloco.NodeState(last_seen=1e9 - 60) for name in "abcdefgh"})
-    settings, now = {"commits_per_hour": 100}, time.time()
+def test_the_memory_of_a_round_does_not_grow_with_the_nodes(folder, tmp_path):
+    weights = {"w": torch.zeros(1000, 1000)}
+    master = diloco.MasterOuterLoop(folder, SWARM, weights, {}, log=lambda line: None)
 
-    def share():
-        times = []
-        while len(times) < 200 and diloco.may_commit(settings, folder, state, times, last=True):
-            times.append(now)
-        return len(times)
-    assert share() == 10
-    state.nodes["a"].last_seen += 86400
-    assert share() == 10
-    state.nodes["a"].last_seen -= 2 * 86400
-    assert share() == 11
+    def anonymous():    # MB; mapped files do not count: they can be dropped and read again
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"RssAnon:\s+(\d+)", status)[1]) / 1024
 
+    def peak(nodes, step):
+        for i in range(nodes):
+            folder.commit({f"nodes/n{i}/delta_{step}.safetensors": delta_file(
+                tmp_path / "x", weights, run_id=master.state.run_id, node_id=f"n{i}",
+                local_step=step, steps=1)})
+        most, done = [], threading.Event()
 
-def test_memory_and_time_of_a_round_do_not_grow_with_the_nodes(folder, tmp_path):
-    code = f"""
-import sys, threading, time, torch
-import diloco
-from safetensors.torch import save_file
-hub = diloco.FolderTransport({str(tmp_path / 'big')!r})
-settings = {SWARM!r}
-weights = {{"w": torch.zeros(1000, 1000)}}
-master = diloco.MasterOuterLoop(hub, settings, weights, {{}}, log=lambda line: None)
-def send(count):
-    for i in range(count):
-        header = dict(run_id=master.state.run_id, node_id=f"n{{i}}", incarnation="1",
-                      local_step=str(master.state.outer_step + 1), base_outer_step="0",
-                      steps="1", tokens="1", loss="1", codec="fp32")
-        path = f"nodes/n{{i}}/delta_{{header['local_step']}}.safetensors"
-        save_file({{"w": torch.ones(1000, 1000)}}, {str(tmp_path / 'd')!r}, metadata=header)
-        hub.commit({{path: {str(tmp_path / 'd')!r}}})
-def anonymous():    # mapped files do not count: they can be dropped and read again
-    with open("/proc/self/status") as f:
-        return int(next(line for line in f if line.startswith("RssAnon")).split()[1]) // 1024
-def peak(work):
-    most, done = [0], threading.Event()
-    def watch():
-        while not done.wait(0.001):
-            most[0] = max(most[0], anonymous())
-    watcher = threading.Thread(target=watch)
-    watcher.start(); work(); done.set(); watcher.join()
-    return most[0]
-send(2); few = peak(master.sync_once)
-send(40); many = peak(master.sync_once)
-assert len(master.state.nodes) == 40
-print(many - few)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True,
-                          timeout=120)
-    # MiB; the 40 deltas are 160
-    assert done.stdout and int(done.stdout) < 40, (done.stdout, done.stderr)
+        def watch():
+            while not done.wait(0.001):
+                most.append(anonymous())
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        master.sync_once()
+        done.set()
+        watcher.join()
+        return max(most)
+    few = peak(2, 1)
+    assert peak(40, 2) - few < 60 and len(master.state.nodes) == 40, "the 40 deltas are 160 MB"
 
 
 # ---- diloco.py: alone
+# - a copied file is whole: defaults, a trainer, a master in ten lines
+# - tensors of any layout; pieces are coded like the whole
 
 
 def test_the_defaults_in_the_file_are_those_of_the_config():
@@ -4160,7 +3870,7 @@ def test_a_plain_loop_and_a_master_in_ten_lines(tmp_path, monkeypatch):
     assert all(entry.lost == 0 for entry in state.nodes.values())
 
 
-def test_parameters_of_any_memory_layout(folder):
+def test_parameters_of_any_memory_layout(folder, monkeypatch):
     class Strided(nn.Module):
         def __init__(self):
             super().__init__()
@@ -4168,19 +3878,13 @@ def test_parameters_of_any_memory_layout(folder):
             self.turned = nn.Parameter(torch.randn(32, 80).t())
             self.scalar = nn.Parameter(torch.tensor(1.0))
     torch.manual_seed(0)
-    model = Strided()
-    tensors = diloco.swarm_tensors(model)
-    assert not model.turned.is_contiguous() and not model.conv.weight.is_contiguous()
-    master = diloco.MasterOuterLoop(folder, {**SWARM, "codec": "int4"}, tensors, {},
-                                    log=lambda line: None)
-    node = Node.__new__(Node)
-    node.make = Strided
-    Node.__init__(node, folder, codec="int4")
-    node.train(size=0.1)
-    node.send()
-    assert master.sync_once() == 1
-    node.see()
-    assert all(torch.equal(node.node.local.G[k], v) for k, v in master.weights.items())
+    first = Strided()
+    assert not first.turned.is_contiguous() and not first.conv.weight.is_contiguous()
+    master = diloco.MasterOuterLoop(folder, {**SWARM, "codec": "int4"},
+                                    diloco.swarm_tensors(first), {}, log=lambda line: None)
+    monkeypatch.setattr(Node, "make", Strided)
+    node = Node(folder, codec="int4")
+    assert exchange(master, node, size=0.1) == 1 and same(node.node.local.G, master.weights)
     assert not node.model.turned.is_contiguous(), "it stays as the model made it"
 
 
@@ -4195,9 +3899,9 @@ def test_pieces_of_a_tensor_are_coded_like_the_whole(monkeypatch):
         cut = diloco.encode(tensors, codec)
         assert len(list(diloco.pieces(shapes))) > 20
         assert all(torch.equal(cut[k], v) for k, v in whole.items())
-        wanted = diloco.decode(whole, shapes, codec)
+        wanted = diloco.decode(whole, shapes)
         for name, rows in diloco.pieces(shapes):
-            piece = diloco.decode_piece(whole, name, rows, codec, shapes[name])
+            piece = diloco.decode_piece(whole, name, rows, shapes[name])
             assert torch.equal(piece, wanted[name][rows])
         monkeypatch.undo()
 
@@ -4206,10 +3910,10 @@ def test_pieces_of_a_tensor_are_coded_like_the_whole(monkeypatch):
 # - a commit that is killed anywhere is made or not, and whoever comes next sees one version whole
 # - what people do to the visible files counts as a commit; what stands in a file's way is put aside
 # - no link is followed, and no name read from the disk leads out of the folder
-# - a damaged index, a folder of the first edition, one without hard links or rights: it goes on
+# - with a damaged index, without hard links or the right to write: it goes on
 # - processes that write at once lose nothing; a full disk leaves the version before
 
-STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "open", "scandir", "lstat"]
+STEPS = ["replace", "unlink", "fsync", "link", "rename", "mkdir", "scandir", "lstat"]
 
 
 def shown(root):
@@ -4222,30 +3926,35 @@ def paths(hub, prefix=""):
     return [path for path, _, _ in hub.list(prefix)]
 
 
-@pytest.mark.parametrize("call", STEPS)
-def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
-    """From its n-th call on, os.<call> is not done. Nothing is left over, and nothing of the killed
-    commit is taken for a change by hand."""
+def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch):
+    """From the n-th of these calls on, nothing is done. Nothing is left over, and nothing of the
+    killed commit is taken for a change by hand."""
     old = {"a": b"old", "nodes/x/b": b"old", "nodes/x/gone": b"gone", "twin": b"old"}
     new = {"a": b"new", "nodes/x/b": b"new", "nodes/y/c": b"more", "twin": b"old"}
-    file, real, left = tmp_path / "more", getattr(os, call), 0
+    file, left = tmp_path / "more", 0
     file.write_bytes(b"more")
 
-    def dies(*args, **kwargs):
-        nonlocal left
-        left -= 1
-        if left <= 0:
-            raise Stop
-        return real(*args, **kwargs)
-    for n in range(1, 200):
-        root, left = tmp_path / f"{call}{n}", n
+    def mortal(real):
+        def dies(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                raise Stop
+            return real(*args, **kwargs)
+        return dies
+    seen = set()
+    for n in itertools.count(1):
+        root = tmp_path / str(n)
         hub = diloco.FolderTransport(root)
         hub.commit(old)
+        left = n
         with monkeypatch.context() as m, contextlib.suppress(Stop):
-            m.setattr(os, call, dies)
+            for call in STEPS:
+                m.setattr(os, call, mortal(getattr(os, call)))
             hub.commit({"a": b"new", "nodes/x/b": b"new", "nodes/y/c": file}, ["nodes/x/gone"])
         again = diloco.FolderTransport(root)
         version, _ = again.read("a")
+        seen.add(version)
         want = {"1": old, "2": new}[version]
         assert all(again.read(path) == (version, content) for path, content in want.items())
         assert paths(again) == sorted(want) and shown(root) == want
@@ -4255,7 +3964,7 @@ def test_a_commit_killed_anywhere_is_made_or_not(tmp_path, monkeypatch, call):
         assert len(os.listdir(root / ".hub/objects")) == len({*want.values(), b"next"})
         if left > 0:
             break
-    assert n > 1 or call == "rename"
+    assert seen == {"1", "2"} and n > 50
 
 
 def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path):
@@ -4297,8 +4006,8 @@ def test_what_people_do_to_the_files_of_a_folder_counts(folder, tmp_path):
     with pytest.raises(diloco.Refused, match="is damaged"):
         folder.read(path)
     with pytest.raises(diloco.Unavailable, match="is not what"):
-        folder.fetch(path, None, tmp_path / "to", tag)
-    assert not (tmp_path / "to").exists()
+        folder.fetch(path, None, tmp_path / "damaged", tag)
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypatch):
@@ -4320,54 +4029,44 @@ def test_a_file_system_without_hard_links_gets_copies(folder, tmp_path, monkeypa
     assert (tmp_path / "to").read_bytes() == b"weights"
 
 
-@pytest.mark.parametrize("bad", ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim",
-                                 "nodes\\..\\victim", ".hub/lock", ".HUB/lock", "nodes//x", "./x",
-                                 "nodes/..", "", "a\nb", "x" * 300, "nodes/x. /y"])
-def test_no_name_read_from_the_disk_leads_out_of_the_folder(folder, tmp_path, bad):
-    victim, index = tmp_path / "victim", folder.own / "index.json"
+BAD_PATHS = ["../victim", "/etc/hostname", "nodes/../../victim", "C:/victim", "nodes\\..\\victim",
+             ".hub/lock", ".HUB/lock", "nodes//x", "./x", "nodes/..", "", "a\nb", "x" * 300,
+             "nodes/x. /y"]
+ENTRY = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
+
+
+@pytest.mark.parametrize("bad", [
+    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", {"version": -1}, {"version": "1"},
+    {"version": 1.5}, {"files": {"a": 1}}, {"stale": [5]},
+    *[{"files": {"a": {**ENTRY, **wrong}}} for wrong in (
+        {"sha256": "../../victim"}, {"sha256": 5}, {"mtime": None})],
+    *[{"files": {path: ENTRY}} for path in BAD_PATHS], *[{"stale": [path]} for path in BAD_PATHS]])
+def test_a_bad_index_is_made_again_from_the_files_that_are_there(folder, capsys, tmp_path, bad):
+    """Also one that names something outside the folder: nothing there is touched."""
+    victim = tmp_path / "victim"
     victim.write_text("precious")
-    folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    good = index.read_bytes()
-    entry = {"sha256": hashlib.sha256(b"evil").hexdigest(), "size": 4, "mtime": 1.0}
-    for hostile in ({"version": 1, "files": {bad: entry}}, {"version": 1, "stale": [bad]}):
-        index.write_text(json.dumps(hostile))
-        for work in (folder.head, lambda: folder.read(diloco.STEP), lambda: folder.list(""),
-                     lambda: folder.fetch("nodes/a/x", None, tmp_path / "to"),
-                     lambda: folder.commit({"x": b""}), lambda: diloco.status(folder)):
-            with pytest.raises(diloco.Refused, match="tampered") as e:
-                work()
-            assert "\n" not in str(e.value) and "index.json" in str(e.value)
-    for add, delete in ({bad: b""}, ()), ({f"{bad}/x": b""}, ()), ({}, [bad]):
-        with pytest.raises(diloco.Refused, match="no path in the repository"):
-            folder.commit(add, delete)
-    index.unlink()
-    assert folder.read(diloco.STEP)[1] == b"{}"
-    index.write_bytes(good)
-    # a hash that comes from a file of somebody else is no path either
-    for tag in ("../../../victim", str(victim)):
-        with pytest.raises(diloco.Unavailable):
-            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
-    assert victim.read_text() == "precious"
-
-
-ENTRY = b'{"version": 1, "files": {"a": {"sha256": %s, "size": 1, "mtime": %s}}}'
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff", b"null", b'{"version": -1}',
-    b'{"version": "1"}', b'{"version": 1.5}', b'{"version": 1, "files": {"a": 1}}',
-    ENTRY % (b'"x"', b"1"), ENTRY % (b"5", b"1"), ENTRY % (b'"%s"' % (b"a" * 64), b"null"),
-    b'{"version": 1, "stale": [5]}'])
-def test_a_damaged_index_is_made_again_from_the_files_that_are_there(folder, capsys, content):
     folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1", "config.json": b"2"})
     before = shown(folder.root)
-    (folder.own / "index.json").write_bytes(content)
+    (folder.root / ".hub/index.json").write_bytes(
+        bad if isinstance(bad, bytes) else json.dumps({"version": 1, **bad}).encode())
     again = diloco.FolderTransport(folder.root)
     assert again.read(diloco.STEP)[1] == b"{}" and "cannot be read" in capsys.readouterr().out
     assert paths(again, "nodes/") == ["nodes/a/x"]
     version, _ = again.head()
     assert again.commit({"config.json": b"3"}, expect=version) == str(int(version) + 1)
     assert shown(folder.root) == {**before, "config.json": b"3"}
+    assert victim.read_text() == "precious"
+
+
+def test_no_path_leads_out_of_the_folder(folder, tmp_path):
+    for bad in BAD_PATHS:
+        for add, delete in ({bad: b""}, ()), ({f"{bad}/x": b""}, ()), ({}, [bad]):
+            with pytest.raises(diloco.Refused, match="no path in the repository"):
+                folder.commit(add, delete)
+    folder.commit({diloco.STEP: b"{}"})
+    for tag in ("../../../victim", str(tmp_path)):      # it comes from a file of somebody else
+        with pytest.raises(diloco.Unavailable):
+            folder.fetch(diloco.STEP, None, tmp_path / "to", tag)
 
 
 def test_what_is_in_the_way_blocks_nobody(folder, capsys):
@@ -4382,12 +4081,12 @@ def test_what_is_in_the_way_blocks_nobody(folder, capsys):
     (root / "nodes/a").write_text("a file where a folder has to be")
     folder.commit({path: b"2"})
     assert folder.read(path)[1] == b"2" == (root / path).read_bytes()
-    folder.commit({"nodes/a": b"3"})            # and the other way round
-    assert shown(root)["nodes/a"] == b"3" and paths(folder) == ["nodes/a"]
+    assert paths(folder) == [path]
 
 
 def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
     outside, root, path = tmp_path / "outside", folder.root, "nodes/b/delta_1.safetensors"
+    own = root / ".hub"
     outside.mkdir()
     (outside / "delta_1.safetensors").write_text("precious")
     (root / "nodes").mkdir(parents=True)
@@ -4398,18 +4097,18 @@ def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
     for i in range(2):
         folder.commit({path: b"4", diloco.STEP: b"{}", "README.md": b"page"})
         folder.commit({}, [path, "README.md"])
-    for name in ("new", "index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
-        victim = folder.own / name
+    for name in ("index.json", "objects/" + hashlib.sha256(b"5").hexdigest()):
+        victim = own / name
         victim.unlink(missing_ok=True)
         victim.symlink_to(outside / "delta_1.safetensors")
         assert folder.commit({"x": b"5"})
         victim.unlink(missing_ok=True)
         victim.mkdir()
         assert folder.commit({"x": b"5"}) and folder.read("x")[1] == b"5"
-    (folder.own / "index.json").unlink()
-    os.mkfifo(folder.own / "index.json")        # a reader of it would wait for ever
-    (folder.own / "objects/junk").mkdir()
-    (folder.own / "junk").symlink_to(outside)
+    (own / "index.json").unlink()
+    os.mkfifo(own / "index.json")        # a reader of it would wait for ever
+    (own / "objects/junk").mkdir()
+    (own / "junk").symlink_to(outside)
     assert folder.commit({"x": b"6"}) and folder.read("x")[1] == b"6"
     assert [f.read_text() for f in outside.iterdir()] == ["precious"]
 
@@ -4417,20 +4116,13 @@ def test_links_are_not_followed_whatever_they_point_at(folder, tmp_path):
 @pytest.mark.parametrize("name", [".hub", ".hub/objects", ".hub/lock"])
 def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(folder, tmp_path, name):
     outside, place = tmp_path / "outside", folder.root / name
-    if name == ".hub/lock":
-        outside.write_text("precious")
-    else:
-        outside.mkdir()
     place.parent.mkdir(parents=True)
     place.symlink_to(outside)
     with pytest.raises(diloco.Refused, match="is a link"):
         folder.commit({"x": b"1"})
-    assert outside.is_dir() and not any(outside.iterdir()) or outside.read_text() == "precious"
+    assert not outside.exists()
     place.unlink()
-    if name == ".hub/lock":
-        place.mkdir()
-    else:
-        place.write_text("a file")
+    place.mkdir() if name == ".hub/lock" else place.write_text("a file")
     with pytest.raises(diloco.Refused) as e:
         folder.commit({"x": b"1"})
     assert str(place) in str(e.value) and "\n" not in str(e.value)
@@ -4441,62 +4133,27 @@ def test_a_folder_whose_inner_parts_are_links_or_of_another_kind_is_refused(fold
             getattr(hub, verb)(*args)
 
 
-def test_a_folder_of_the_first_edition_is_taken_over(folder, tmp_path):
-    root, victim, delta = folder.root, tmp_path / "victim", "nodes/a/delta_1.safetensors"
-    victim.write_text("precious")
-    redo = json.dumps({"version": "13", "add": {"../victim": "staged_0"}, "delete": ["../victim"]})
-    for path, content in {diloco.STEP: b"{}", delta: b"1", "README.md": b"p",
-                          ".hub/version": b"12", ".hub/version.tmp": b"1",
-                          ".hub/staged_0": b"half a commit", ".hub/redo.json": redo.encode()}.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(content)
-    version, tag = folder.head()
-    assert int(version) > 12 and tag == hashlib.sha256(b"{}").hexdigest()
-    assert folder.read("README.md") == (version, b"p") and paths(folder, "nodes/") == [delta]
-    newer = folder.commit({"x": b"1"}, [delta], expect=version)
-    assert int(newer) == int(version) + 1 and folder.list("nodes/") == []
-    assert victim.read_text() == "precious"
-    assert sorted(os.listdir(root / ".hub")) == ["index.json", "lock", "objects"]
-
-
-def test_who_may_only_read_needs_no_lock_and_writes_nothing(folder, tmp_path, monkeypatch):
+def test_who_may_only_read_needs_no_lock_and_writes_nothing(folder, monkeypatch):
     folder.commit({diloco.STEP: b"{}", "nodes/a/x": b"1"})
-    bare = tmp_path / "bare"                    # visible files alone, as a copy without .hub
-    (bare / "global").mkdir(parents=True)
-    (bare / diloco.STEP).write_bytes(b"{}")
-    (folder.root / "nodes/a/x").write_text("by hand, not known yet")
-    trees = [sorted(path.rglob("*")) for path in (folder.root, bare)]
-    real_unlink = os.unlink
 
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
     with monkeypatch.context() as m:
-        m.setattr(os, "access", lambda path, mode: False)
-        for call in ("mkdir", "replace", "unlink", "rename"):
+        for call in ("replace", "unlink", "rename", "link", "mkdir"):
             m.setattr(os, call, refuse)
         m.setattr(diloco.FileLock, "acquire", refuse)
-        for root in (folder.root, bare):
-            reader = diloco.FolderTransport(root)
-            version, tag = reader.head()
-            assert tag == hashlib.sha256(b"{}").hexdigest()
-            assert reader.read(diloco.STEP) == (version, b"{}")
-            assert reader.list("global/") == [(diloco.STEP, 2, tag)]
-            to = tmp_path / f"to_{root.name}"
-            m.setattr(os, "unlink", lambda path: real_unlink(path) if path == to else refuse())
-            reader.fetch(diloco.STEP, version, to, tag)
-            assert to.read_bytes() == b"{}"
-            with pytest.raises(diloco.Refused, match="Permission denied"):
-                reader.commit({"x": b""})
-    assert [sorted(path.rglob("*")) for path in (folder.root, bare)] == trees
-    bare = diloco.FolderTransport(bare)         # with rights, it is taken over
-    assert bare.commit({"x": b"1"}, expect=bare.head()[0]) and bare.read(diloco.STEP)[1] == b"{}"
+        version, tag = folder.head()
+        assert folder.read(diloco.STEP) == (version, b"{}")
+        assert folder.list("global/") == [(diloco.STEP, 2, tag)]
+        with pytest.raises(diloco.Refused, match="Permission denied"):
+            folder.commit({"x": b""})
 
 
 def test_processes_that_write_to_one_folder_lose_nothing(tmp_path):
     code = f"""
 import sys, diloco
 hub = diloco.FolderTransport({str(tmp_path / 'hub')!r})
-for i in range(40):
+for i in range(20):
     while True:
         version, content = hub.read("count")
         try:
@@ -4512,19 +4169,19 @@ for i in range(40):
         version, content = hub.read("count")        # a reader between them sees whole versions
         assert int(content or 0) == int(version)
     assert [writer.returncode for writer in writers] == [0, 0]
-    assert hub.read("count") == ("80", b"80") and len(hub.list("nodes/")) == 80
+    assert hub.read("count") == ("40", b"40") and len(hub.list("nodes/")) == 40
 
 
 def test_a_full_disk_leaves_the_version_before(folder, monkeypatch):
     folder.commit({"a": b"old"})
-    real = diloco.FolderTransport.put
+    real = os.replace
     for what, made in ((".hub/objects", False), (".hub/index.json", False), ("b", True)):
-        def put(self, path):
-            if path.startswith(what):
-                raise OSError(28, "No space left on device", str(self.root / path))
-            real(self, path)
+        def replace(source, to):
+            if to.relative_to(folder.root).as_posix().startswith(what):
+                raise OSError(28, "No space left on device", str(to))
+            real(source, to)
         with monkeypatch.context() as m, pytest.raises(diloco.Unavailable, match="No space"):
-            m.setattr(diloco.FolderTransport, "put", put)
+            m.setattr(os, "replace", replace)
             folder.commit({"a": b"new", "b": b"more"})
         # once the index is there the commit is made, and the next reader shows it
         assert folder.read("a") == (("2", b"new") if made else ("1", b"old"))
@@ -4548,7 +4205,7 @@ def test_codecs_are_small_and_exact_to_read(tmp_path, codec, most, near):
     file = tmp_path / "x"
     assert diloco.save(stored, file, {"codec": codec})["size"] / count <= most and count > 9e6
     _, mapped = diloco.open_coded(file, shapes)     # it has the tensors that a reader expects
-    read, again = diloco.decode(mapped, shapes, codec), diloco.decode(stored, shapes, codec)
+    read, again = diloco.decode(mapped, shapes), diloco.decode(stored, shapes)
     assert all(torch.equal(read[k], again[k]) for k in delta)
     assert all(torch.equal(read[k], v) for k, v in delta.items() if v.dim() < 2)
     wrong = sum(float((read[k] - v).pow(2).sum()) for k, v in delta.items())
@@ -4567,7 +4224,7 @@ def test_codecs_at_the_edges(codec):
     total = {k: torch.zeros_like(v) for k, v in tensors.items()}
     for _ in range(50):         # the same tensors again and again, with error feedback
         wanted = {k: kept[k] + tensors[k] for k in tensors}
-        said = diloco.decode(diloco.encode(wanted, codec), shapes, codec)
+        said = diloco.decode(diloco.encode(wanted, codec), shapes)
         kept = {k: wanted[k] - said[k] for k in tensors}
         total = {k: total[k] + said[k] for k in tensors}
     for k, v in tensors.items():
@@ -4578,8 +4235,7 @@ def test_codecs_at_the_edges(codec):
 def same_model(model, master):
     """Whether a LocalModel, or another master, stands at the master's weights and momentum."""
     weights = getattr(model, "G", None) or model.weights
-    return all(torch.equal(weights[k], master.weights[k])
-               and torch.equal(model.momentum[k], master.momentum[k]) for k in master.weights)
+    return same(weights, master.weights) and same(model.momentum, master.momentum)
 
 
 @pytest.mark.parametrize("codec", list(diloco.CODECS))
@@ -4594,8 +4250,7 @@ def test_following_the_updates_is_bit_identical_to_loading_the_model(tmp_path, c
     hub.fetch = lambda path, *args: (fetched.append(path), real(path, *args))
     for i in range(12):
         for node in (a, b)[:1 + (i % 4 > 0)]:
-            node.train(size=0.1)
-            node.send()
+            node.send(1, size=0.1)
         master.sync_once()
         a.see()
         if i % 3 == 2:
@@ -4620,6 +4275,11 @@ def test_following_the_updates_is_bit_identical_to_loading_the_model(tmp_path, c
 
 
 # ---- diloco.py: a swarm in virtual time
+# - a swarm of real masters, workers and trainers is deterministic and loses nothing
+# - it ends as one: by the nodes' mean progress, or by the outer steps; a longer run goes on
+# - the loops of all nodes take the same time
+# - settings of a master that is started again reach the nodes, and leave their own flags
+# - a day under a commit limit: no hour has more commits, no node starves
 
 
 class VirtualTime:
@@ -4844,13 +4504,35 @@ def test_the_swarm_ends_as_one(tmp_path, speeds, most):
 @pytest.mark.parametrize("speeds, expected", [([2.0, 1.0, 0.5], [20, 10, 5]),
                                               ([1.0, 1.0, 0.1], [10, 10, 2])])
 def test_the_loops_of_all_nodes_take_the_same_time(tmp_path, speeds, expected):
-    """Once all speeds are known; but a loop has at least a quarter of inner_steps."""
-    config = tiny(tmp_path, "--max-steps=140", "--inner-steps=10", "--codec=int4")
+    """Once all speeds are known, but for a tenth, the time between two looks at the hub; and a loop
+    has at least a quarter of inner_steps."""
+    config = tiny(tmp_path, "--max-steps=180", "--inner-steps=10", "--codec=int4")
     master, _ = simulate(config, speeds)
     merged = [entry for line in history_of(master.transport) for entry in line.get("merged", ())]
     for i, usual in enumerate(expected):
         steps = [entry["steps"] for entry in merged if entry["node"] == f"n{i}"]
-        assert steps[0] == 10 and statistics.mode(steps) == usual, steps
+        assert steps[0] == 10, steps
+        assert abs(statistics.median(steps[3:-1]) - usual) <= 0.15 * usual, steps
+
+
+def test_nodes_come_into_step(tmp_path):
+    """However they began: after six rounds each round has one delta of each, and none of them has
+    missed more than the one round that was under way."""
+    config = tiny(tmp_path, "--max-steps=120", "--inner-steps=10", "--codec=int4")
+    master, _ = simulate(config, SPEEDS, latency=2.5, joins=(0.0, 6.5, 2.0, 3.5))
+    rounds = [line for line in history_of(master.transport) if line.get("merged")][6:-3]
+    assert len(rounds) > 2
+    for line in rounds:
+        assert len(line["merged"]) == len(SPEEDS), line
+        late = [line["outer_step"] - 1 - delta["base_outer_step"] for delta in line["merged"]]
+        assert max(late) <= 0, line
+
+
+def test_the_outer_momentum_falls_before_the_end(tmp_path):
+    for flags, falls in (([], True), (["--wait=true"], False)):
+        config = tiny(tmp_path, "--max-steps=60", "--inner-steps=10", "--outer-warmup=2", *flags)
+        master, _ = simulate(config, [1.0, 1.0])
+        assert (master.state.momentum < 0.3) == falls
 
 
 def test_a_simulation_stops_at_a_time(tmp_path):
@@ -4862,8 +4544,7 @@ def test_a_simulation_stops_at_a_time(tmp_path):
 
 def test_what_comes_after_the_last_outer_step_waits_for_a_longer_run(folder):
     master, a = make_master(folder, max_outer_steps=1), Node(folder)
-    a.train()
-    a.send()
+    a.send(1)
     master.run()
     assert master.state.finished and any(line.startswith("finished") for line in master.lines)
     a.see()
@@ -4875,21 +4556,16 @@ def test_what_comes_after_the_last_outer_step_waits_for_a_longer_run(folder):
     assert any("1 deltas came after the last outer step" in line for line in late.lines)
     longer = make_master(folder, max_outer_steps=2)
     longer.run()
-    entry = longer.state.nodes["a"]
-    assert (entry.steps, entry.lost, entry.final) == (2, 0, False) and not folder.list("nodes/")
+    assert counts(longer) == (2, 2, 0) and not folder.list("nodes/")
+    assert not longer.state.nodes["a"].final
 
 
 def test_the_last_delta_of_a_node_is_final_though_the_swarm_has_moved_the_end(folder):
-    master = make_master(folder)
-    master.state.config = {"run": {"max_steps": 4}}
+    master = make_master(folder, config={"run": {"max_steps": 4}})
     a, b = Node(folder), Node(folder, "b")
-    for node in (a, b):
-        node.node.target = 4
-    a.train(2)
-    a.node.push(a)
-    a.upload()
-    b.train()
-    b.send()
+    a.node.target = b.node.target = 4
+    a.send(2)
+    b.send(1)
     master.sync_once()          # the clock stands at 1.5
     a.train()                   # as far as it was to go
     a.see()
@@ -4911,24 +4587,17 @@ def test_settings_with_which_a_master_is_started_again_reach_the_nodes(folder, c
     config = {"run": {"max_steps": 40, "seed": 1}, "optimizer": {"lr": 0.1, "betas": [0.9, 0.95]},
               "scheduler": {"name": "cosine", "max_steps": 0}, "model": {"n_layer": 2},
               "distributed": {"inner_steps": 50}}
-
-    def master_with(config):
-        log = []
-        master = diloco.MasterOuterLoop(folder, SWARM, diloco.swarm_tensors(Net()),
-                                        {"config": config, "buffers": ["stat"]}, log=log.append)
-        return master, log
-    master, _ = master_with(config)
+    make_master(folder, config=config)
     a = Node(folder)
-    a.config["run"]["seed"] = 1
-    a.config |= {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
-                 "scheduler": {"name": "cosine", "max_steps": 40}}
-    a.config["run"]["max_steps"] = a.node.target = 40
+    a.config = {"data": {"target_batch_size": 2}, "run": {"max_steps": 40, "seed": 1},
+                "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
+                "scheduler": {"name": "cosine", "max_steps": 40}}
+    a.node.target, a.node.settings["inner_steps"] = 40, 50
     other = copy.deepcopy(config)
-    other["run"] |= {"max_steps": 80, "seed": 2}
+    other["run"] = {"max_steps": 80, "seed": 2}
     other["optimizer"]["lr"], other["distributed"]["inner_steps"] = 0.05, 20
-    master, log = master_with(other)
-    assert "setting  run.max_steps is 80 now, was 40: the workers take it over" in log
-    a.node.settings["inner_steps"] = 50
+    master = make_master(folder, config=other)
+    assert "setting  run.max_steps is 80 now, was 40: the workers take it over" in master.lines
     a.see()
     assert a.node.target == 80 == a.config["run"]["max_steps"]
     assert a.config["scheduler"]["max_steps"] == 80, "the learning rate curve is stretched"
@@ -4936,20 +4605,21 @@ def test_settings_with_which_a_master_is_started_again_reach_the_nodes(folder, c
     said = capsys.readouterr().out
     assert "run.max_steps is 80 now" in said and "optimizer.lr is 0.05" in said
     assert "run.seed=2 now, not 1: it counts here when this worker starts again" in said
-    b = Node(folder, "b")
-    master.state.config["distributed"]["codec"] = "int3"
-    b.node.state.config["distributed"]["codec"] = "fp32"
-    master.publish(copy.deepcopy(master.state), {})
-    b.see()
-    assert b.stop_signal == "Refused" and "codec=int3" in str(b.node.failed)
     a.config["optimizer"]["lr"] = 0.3           # a flag of this worker's own
     other["optimizer"]["lr"] = 0.2
-    master, _ = master_with(other)
+    other["distributed"]["codec"] = "fp32"
+    b = Node(folder, "b")
+    make_master(folder, config=other)
     a.see()
     assert a.config["optimizer"]["lr"] == 0.3
+    b.see()
+    other["distributed"]["codec"] = "int3"
+    make_master(folder, config=other)
+    b.see()
+    assert b.stop_signal == "Refused" and "codec=int3" in str(b.node.failed)
     other["model"]["n_layer"] = 3
     with pytest.raises(diloco.Refused, match="model.n_layer=3: the model of this hub has 2"):
-        master_with(other)
+        make_master(folder, config=other)
 
 
 def test_a_master_started_again_with_other_flags_changes_the_run_but_not_the_model():
@@ -4971,21 +4641,14 @@ def test_a_master_started_again_with_other_flags_changes_the_run_but_not_the_mod
 
 def test_an_extended_run_goes_on(folder):
     """The master is started again with more steps after all have ended."""
-    def master_with(max_steps):
-        return diloco.MasterOuterLoop(
-            folder, SWARM, diloco.swarm_tensors(Net()),
-            {"config": {"run": {"max_steps": max_steps}}, "buffers": ["stat"]},
-            log=lambda line: None)
-    master, a = master_with(4), Node(folder)
+    short, long = ({"run": {"max_steps": steps}} for steps in (4, 8))
+    master, a = make_master(folder, config=short), Node(folder)
     a.node.target = 4
-    a.train(4)
-    a.send()
-    master.sync_once()
-    a.see()
+    exchange(master, a, steps=4)
     assert master.state.finished and a.config["run"]["max_steps"] == 4
     assert master.over(master.waiting()[0])
-    assert master_with(4).state.finished
-    master = master_with(8)
+    assert make_master(folder, config=short).state.finished
+    master = make_master(folder, config=long)
     assert not master.state.finished and not master.state.nodes["a"].final
     a.see()
     assert a.config["run"]["max_steps"] == 8
@@ -5134,12 +4797,8 @@ def test_bytes_of_a_round_are_counted_at_the_hub(hub, remote, monkeypatch):
 def test_a_squash_is_survived(hub, remote):
     master = make_master(remote, squash_gb=1e-6)        # a kilobyte: after each round
     a = Node(remote)
-    a.train()
-    a.send()
-    assert master.sync_once() == 1 and len(hub.repos[remote.repo]) == 1
-    a.see()
-    a.train()
-    a.send()
+    assert exchange(master, a) == 1 and len(hub.repos[remote.repo]) == 1
+    a.send(1)
     version = remote.head()[0]
     remote.squash()
     with pytest.raises(FileNotFoundError):
@@ -5159,35 +4818,40 @@ def test_a_full_storage_is_squashed_and_waited_for(folder, monkeypatch):
         if len(tries) < 4:
             raise diloco.StorageFull("403 storage limit reached")
         return real(*args)
-    a.train()
-    a.send()
+    a.send(1)
     folder.squash, folder.commit = lambda: squashes.append(1), full
     assert master.sync_once() == 1 and len(squashes) == 1 and len(tries) == 4
     assert any("storage is full" in line for line in master.lines)
     assert any("storage limit" in line for line in master.lines)
 
 
-@pytest.mark.parametrize("kind, answers", [("Refused", [401, 403, 400]), ("Conflict", [412]),
-                                           ("Unavailable", [409, 429, 500, 503, "reset", "lose"])])
-def test_each_answer_of_the_hub_is_what_it_means(hub, remote, kind, answers):
-    for status in answers:
-        hub.fault("POST", "/commit/", status, Retry_After="7")
-        with pytest.raises(getattr(diloco, kind)) as e:
-            remote.commit({"x": b"1"}, expect=remote.head()[0] if status == 412 else None)
-        assert "\n" not in str(e.value.args[0])
-        if status == 429:
-            assert e.value.args[1] == 7.0
+def test_each_answer_of_the_hub_is_what_it_means(hub, remote, tmp_path):
+    big, full = tmp_path / "w.safetensors", "Private repository storage limit reached, please pay"
+    for kind, answers, paths, says in (
+            (diloco.Refused, [401, 403, 400], ["/commit/"], None),
+            (diloco.Conflict, [412], ["/commit/"], None),
+            (diloco.Unavailable, [409, 429, 500, 503, "reset", "lose"], ["/commit/"], None),
+            (diloco.StorageFull, [403], ["/commit/", "/preupload/", "/info/lfs/"], full)):
+        for answer, path in itertools.product(answers, paths):
+            big.write_bytes(os.urandom(3000))
+            hub.fault("POST", path, answer, says=says, Retry_After="7")
+            with pytest.raises(kind) as e:
+                remote.commit({"w.safetensors": big}, expect=remote.head()[0])
+            assert "\n" not in str(e.value.args[0])
+            assert e.value.args[1:] == {429: (7.0,), 403: (60.0,) if says else ()}.get(
+                answer, e.value.args[1:])
+            assert hub.faults == []
+        assert kind is diloco.Refused or remote.commit({"w.safetensors": big})
 
 
-def test_a_quota_that_is_used_up_is_no_end(hub, remote, tmp_path):
-    big = tmp_path / "w.safetensors"
-    for path in ("/commit/", "/preupload/", "/info/lfs/"):
-        big.write_bytes(os.urandom(3000))
-        hub.fault("POST", path, 403, says="Private repository storage limit reached, please upgrade")
-        with pytest.raises(diloco.StorageFull, match="storage limit reached") as e:
-            remote.commit({"w.safetensors": big})
-        assert e.value.args[1] >= 30
-        assert remote.commit({"w.safetensors": big})
+@pytest.mark.parametrize("headers, seconds", [
+    ({"Retry_After": "7"}, 7.0), ({"RateLimit": '"api";r=0;t=9'}, 9.0), ({}, 60.0),
+    ({"RateLimit": '"api";r=949;t=9'}, 60.0)])      # of another limit than this one
+def test_a_busy_hub_says_how_long_to_wait(hub, remote, headers, seconds):
+    hub.fault("POST", "/commit/", 429, **headers)
+    with pytest.raises(diloco.Unavailable) as e:
+        remote.commit({"x": b"0"})
+    assert e.value.args[1] == seconds
 
 
 def test_one_403_is_not_the_end_of_a_node_and_lasting_ones_are(hub, remote):
@@ -5217,78 +4881,61 @@ def test_missing_repo_and_bad_names_are_refused(hub):
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
-def test_a_repository_that_moves_is_followed(hub, remote, tmp_path, capsys, status):
-    big, old = tmp_path / "w.safetensors", remote.repo
+def test_a_repository_that_moves_is_followed(hub, remote, tmp_path, status):
+    """Reads are sent on. A POST need not be: then the new name is learnt."""
+    big, names = tmp_path / "w.safetensors", [remote.repo]
     for i in range(2):
         big.write_bytes(os.urandom(2000))
-        name = remote.repo
-        hub.rename(name, f"{old}-{status}-{i}", status)
-        if i:               # a commit may be the first that meets the new name, or a read
-            assert remote.head()[0]
-        version = remote.commit({diloco.STEP: b"{}", "nodes/a/w.safetensors": big})
-        assert remote.repo == f"{old}-{status}-{i}" and hub.head(remote.repo)[0] == version
-        assert f"{name} has moved: going on with {remote.repo}" in capsys.readouterr().out
-        hub.counts.clear()
+        names.append(f"{names[0]}-{status}-{i}")
+        hub.rename(*names[-2:], status)
+        said, files = [], {diloco.STEP: b"{}", "nodes/a/w.safetensors": big}
+        version = diloco.retry(lambda: remote.commit(files), lambda *what: said.append(what[0]))
+        assert hub.at(names[-1])[0] == version == remote.head()[0]
+        assert said == [f"the repository is {names[-1]} now: start with --hub={names[-1]} next "
+                        f"time"] * (status < 307)
         assert remote.read(diloco.STEP) == (version, b"{}")
         ((path, _, tag),) = remote.list("nodes/")
         remote.fetch(path, version, tmp_path / "to", tag)
-        remote.squash()
-        assert not any(name in what and remote.repo not in what for what in hub.counts)
-        assert capsys.readouterr().out == ""
-
-
-def test_a_redirect_within_a_repository_is_no_move(remote):
-    answers = types.SimpleNamespace
-    for location in ("/api/resolve-cache/models/me/x/SHA/global/y", "https://cdn.example/me/z/y",
-                     "/login", "", "/me/x/resolve/SHA/y"):
-        remote.note_move(answers(
-            is_redirect=True, headers={"Location": location},
-            request=answers(url="https://hub.example/me/x/resolve/main/y")))
-    assert "me/x" not in remote.moved
+        assert (tmp_path / "to").read_bytes() == big.read_bytes()
+        diloco.retry(remote.squash, lambda *_: None)
 
 
 def test_offline_is_one_line(tmp_path):
-    for script, flags in (("master.py", []), ("worker.py", ["--node-id=a"])):
-        done = run_script(["--hub=me/repo", "--config=smoke", *flags], tmp_path, script,
-                          env={**os.environ, "HF_HUB_OFFLINE": "1"})
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert "HF_HUB_OFFLINE is set" in done.stderr
-
-
-class Moody(Memory):
-    """Each verb fails twice before it works."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-        for name in ("head", "read", "fetch", "list", "commit", "squash"):
-            setattr(self, name, functools.partial(self.call, name, getattr(self, name)))
-
-    def call(self, name, verb, *args):
-        self.calls[name] += 1
-        if self.calls[name] % 3:
-            raise diloco.Unavailable(f"no {name} now", 7.0)
-        return verb(*args)
+    done = run_script(["--hub=me/repo", "--config=smoke", "--node-id=a"], tmp_path, "worker.py",
+                      env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "HF_HUB_OFFLINE is set" in done.stderr
 
 
 def test_a_patient_transport_retries_what_it_reads_and_no_commit(tmp_path, monkeypatch):
+    """Each verb fails twice before it works."""
     monkeypatch.setattr(diloco, "wait", lambda *_: None)
-    said, stopping, moody = [], [], Moody()
-    patient = diloco.Patient(moody, lambda *what: said.append(what), lambda: bool(stopping))
+    memory, calls, said, stopping = Memory(), Counter(), [], []
+
+    class Moody:
+        def __getattr__(self, name):
+            verb = getattr(memory, name)
+
+            def moody(*args):
+                calls[name] += 1
+                if calls[name] % 3:
+                    raise diloco.Unavailable(f"no {name} now", 7.0)
+                return verb(*args)
+            return moody if callable(verb) else verb
+    patient = diloco.Patient(Moody(), lambda *what: said.append(what), lambda: bool(stopping))
     assert patient.least_poll == Memory.least_poll and patient.limited is False
     for verb, args in (("commit", ({diloco.STEP: b"{}"},)), ("squash", ())):
         for _ in range(2):      # once each: whether it was made is the caller's question
             with pytest.raises(diloco.Unavailable):
                 getattr(patient, verb)(*args)
         getattr(patient, verb)(*args)
-    assert said == [] and moody.commits and moody.files == {diloco.STEP: b"{}"}
+    assert said == [] and memory.files == {diloco.STEP: b"{}"}
     for verb, *args in (("head",), ("read", diloco.STEP), ("list", "global/"),
                         ("fetch", diloco.STEP, None, tmp_path / "to")):
-        want = getattr(Memory, verb)(moody, *args)
-        assert getattr(patient, verb)(*args) == want
+        assert getattr(patient, verb)(*args) == getattr(memory, verb)(*args)
         assert said == [(f"no {verb} now", 7.0)] * 2
         said.clear()
-    moody.calls["fetch"] = 2
+    calls["fetch"] = 2
     with pytest.raises(FileNotFoundError):      # what does not pass comes at once
         patient.fetch("missing", None, tmp_path / "to")
     stopping.append(True)
@@ -5328,7 +4975,7 @@ def test_a_swarm_over_a_bad_hub_loses_and_doubles_nothing(hub, remote):
     assert [line["outer_step"] for line in history_of(remote)] == [1, 2, 3, 4, 5, 6]
 
 # ---- diloco.py: a repository and a bucket
-# - each killed call of a master or a worker, lost answer or half batch: nothing is lost or doubled
+# - over a folder too: whoever is killed or loses an answer at any call, nothing is lost or doubled
 # - a worker makes no commit; the commit budget is the master's alone
 # - what no state names is never read, and goes; what outlives its deletion goes later
 # - a damaged object is not taken; a bucket that goes is made again, by the master alone
@@ -5375,58 +5022,50 @@ def client_error(kind, status, **attributes):
 
 
 class Split(diloco.HubTransport):
-    """The real transport over a Store. At its n-th call it dies (before or after it is done), loses
-    the answer, or does half of a batch."""
+    """The real transport over a Store, with a Shaky line between them. how="half": a batch is done
+    in part."""
 
     def __init__(self, store, n=10**9, how="before", is_master=False):
         super().__init__("me/repo")
-        self.store, self.left, self.how, self.is_master = store, n, how, is_master
+        self.store, self.how, self.is_master = Shaky(store, n, how), how, is_master
         self.bucket, self.api = "me/repo-swarm", self
 
-    def call(self, work, *args):
-        self.left -= 1
-        if self.left == 0 and self.how == "before":
-            raise Stop
-        result = work(*args)
-        if self.left == 0 and self.how != "half":
-            raise Stop if self.how == "after" else diloco.Unavailable("a lost answer")
-        return result
-
     def list_bucket_tree(self, bucket, prefix, recursive):
-        return self.call(self.store.tree, prefix)
+        return self.store.tree(prefix)
 
     def batch_bucket_files(self, bucket, add=(), delete=()):
-        if self.left == 1 and self.how == "half":
-            done = len(add) // 2, len(delete) // 2
-            self.call(self.store.batch, add[:done[0]], delete[:done[1]])
-            failed = [name for _, name in add[done[0]:]] + delete[done[1]:]
-            raise client_error("BucketBatchError", 200, failures=[{"path": p} for p in failed])
-        self.call(self.store.batch, add, delete)
+        if self.store.left != 1 or self.how != "half":
+            return self.store.batch(add, delete)
+        done = len(add) // 2, len(delete) // 2
+        with contextlib.suppress(diloco.Unavailable):
+            self.store.batch(add[:done[0]], delete[:done[1]])
+        failed = [name for _, name in add[done[0]:]] + delete[done[1]:]
+        raise client_error("BucketBatchError", 200, failures=[{"path": p} for p in failed])
 
     def create_bucket(self, name):
-        self.store.objects = {}
+        self.store.transport.objects = {}
 
     def bucket_get(self, path, digest, folder):
-        Path(folder, "x").write_bytes(self.call(self.store.get, diloco.object_name(path, digest)))
+        Path(folder, "x").write_bytes(self.store.get(diloco.object_name(path, digest)))
+        return Path(folder, "x")
+
+    def repo_get(self, path, version, folder):
+        if path not in self.store.transport.files:
+            raise client_error("RemoteEntryNotFoundError", 404)
+        self.store.fetch(path, version, Path(folder, "x"))
         return Path(folder, "x")
 
     def head(self):
-        return self.call(self.store.head)
+        return self.store.head()
 
     def repo_read(self, path, version):
-        return self.call(self.store.read, path)
-
-    def repo_get(self, path, version, folder):
-        if path not in self.store.files:
-            raise client_error("RemoteEntryNotFoundError", 404)
-        self.call(self.store.fetch, path, version, Path(folder, "x"))
-        return Path(folder, "x")
+        return self.store.read(path)
 
     def repo_list(self, prefix, version):
-        return self.call(self.store.list, prefix)
+        return self.store.list(prefix)
 
     def repo_commit(self, *args):
-        return self.call(self.store.commit, *args)
+        return self.store.commit(*args)
 
 
 @pytest.fixture
@@ -5442,18 +5081,26 @@ def named_objects(store):
             if diloco.IN_BUCKET.match(path)}
 
 
-@pytest.mark.parametrize("how", ["before", "after", "lose", "half"])
-def test_a_master_of_a_bucket_killed_anywhere_is_replaced_bit_for_bit(store, how):
+HOW = ["before", "after", "lose", "half"]
+
+
+@pytest.mark.parametrize("kind, how", [*itertools.product(["folder", "bucket"], HOW[:3]),
+                                       ("bucket", "half")])
+def test_a_master_killed_anywhere_is_replaced_bit_for_bit(tmp_path, monkeypatch, kind, how):
+    monkeypatch.setattr(diloco, "require_buckets", lambda hub: None)
+    monkeypatch.setattr(diloco, "wait", lambda *_: None)
+
     def story(n):
+        """Two rounds; the master dies at its n-th call, and one with an empty disk takes over."""
         torch.manual_seed(1)
-        store = Store()
-        make_master(Split(store, is_master=True), keyframe_every=2)
-        nodes = [Node(Split(store), name, max_pending=9) for name in "ab"]
-        shaky, master = Split(store, n, how, is_master=True), None
+        hub = Store() if kind == "bucket" else diloco.FolderTransport(tmp_path / str(n))
+        reach = functools.partial(Split if kind == "bucket" else Shaky, hub)
+        make_master(reach(), keyframe_every=2)
+        nodes = [Node(reach(), name, max_pending=9) for name in "ab"]
+        shaky, master = reach(n, how), None
         for _ in range(2):
             for node in nodes:
-                node.train(3, size=0.1)
-                node.send()
+                node.send(3, size=0.1)
             for _ in range(3):
                 try:
                     master = master or make_master(shaky, keyframe_every=2)
@@ -5463,75 +5110,69 @@ def test_a_master_of_a_bucket_killed_anywhere_is_replaced_bit_for_bit(store, how
                     master = None
             for node in nodes:
                 node.see()
-        master = make_master(Split(store, is_master=True))
-        return store, master, nodes, shaky.left <= 0
+        reached = (shaky.store if kind == "bucket" else shaky).left <= 0
+        return hub, make_master(reach()), nodes, reached
     _, want, _, _ = story(10**9)
     for n in range(1, 80):
-        store, master, nodes, reached = story(n)
-        for k in want.weights:
-            assert torch.equal(master.weights[k], want.weights[k]), n
-            assert torch.equal(master.momentum[k], want.momentum[k]), n
-        assert [master.state.nodes[x.node.node_id].steps for x in nodes] == [6, 6], n
+        hub, master, nodes, reached = story(n)
+        assert same(master.weights, want.weights) and same(master.momentum, want.momentum), n
+        assert counts(master, "a") == counts(master, "b") == (6, 6, 0), n
         assert not any(event == "refused" for x in nodes for event, _ in x.events)
-        assert named_objects(store) <= store.objects.keys()
-        nodes[0].train()
-        nodes[0].send()
-        master.sync_once()          # what was left over goes with the next round
-        assert store.objects.keys() == named_objects(store), n
+        if kind == "bucket":        # what was left over goes with the next round
+            assert named_objects(hub) <= hub.objects.keys()
+            nodes[0].send(1)
+            master.sync_once()
+            assert hub.objects.keys() == named_objects(hub), n
         if not reached:
             break
-    assert 15 < n < 79
+    assert 10 < n < 79
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_over_a_bucket_all_interleavings_keep_the_books(store, seed):
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_whoever_is_killed_whenever_the_books_balance(folder, store, kind, seed):
     """A worker and a master that are killed or lose their answers anywhere, with a second master
     now and then."""
     chance = random.Random(seed)
+    reach = functools.partial(*((Split, store) if kind == "bucket" else (Shaky, folder)))
 
-    def shaky(**kind):
-        return Split(store, chance.randrange(5, 60),
-                     chance.choice(["before", "after", "lose", "half"]), **kind)
-    exact = {"outer_lr": 1.0, "outer_momentum": 0.0}
-    make_master(Split(store, is_master=True), **exact)
-    a = Node(Split(store), max_pending=99)
-    master, saved, worker = None, a.save(), Split(store)
+    def shaky():
+        return reach(chance.randrange(5, 60), chance.choice(HOW))
+    master, a = make_master(reach(), **PLAIN), Node(reach(), max_pending=99)
+    saved = a.save()
     for _ in range(120):
         action = chance.choice(["train", "train", "send", "see", "merge", "merge", "save", "kill"])
         try:
             if action == "merge":
-                master = master if master and chance.random() < 0.9 else make_master(
-                    shaky(is_master=True), **exact)
+                if master is None or chance.random() < 0.1:
+                    master = make_master(shaky(), **PLAIN)
                 master.sync_once()
             elif action == "train":
                 a.train()
             elif action == "send" and not a.node.uploading:
-                a.send()
+                a.send() if chance.random() < 0.6 else a.node.push(a)
             elif action == "see":
                 a.upload()
                 a.see()
             elif action == "save":
                 saved = a.save()
             elif action == "kill":
-                worker = shaky()
-                a = Node(worker, saved=saved, max_pending=99)
+                a = Node(shaky(), saved=saved, max_pending=99)
+                assert a.position == a.step * 2
         except diloco.Superseded:
             master = None
         except Stop:
             if action == "merge":
                 master = None
             else:
-                a = Node(Split(store), saved=saved, max_pending=99)
-    a = Node(Split(store), saved=a.save(), max_pending=99)
-    master = make_master(Split(store, is_master=True), **exact)
-    a.train()
-    a.send()
+                a = Node(reach(), saved=saved, max_pending=99)
+    a = Node(reach(), saved=a.save(), max_pending=99)
+    a.upload()
     a.node.take_results(a)
-    master.sync_once()
-    a.see()
-    entry = master.state.nodes["a"]
-    assert entry.steps + entry.lost == a.step and entry.lost == 0
-    assert all(torch.equal(v, master.weights[k]) for k, v in a.weights().items())
+    master = make_master(reach(), **PLAIN)
+    exchange(master, a)
+    assert counts(master) == (a.step, a.step, 0)
+    assert same(a.weights(), master.weights), "all it has learned is in the global"
     assert not any(event == "refused" for event, _ in a.events)
 
 
@@ -5539,8 +5180,7 @@ def test_a_worker_makes_no_commit_and_the_budget_is_the_masters(store):
     master = make_master(Split(store, is_master=True))
     nodes, commits = [Node(Split(store), f"n{i}") for i in range(3)], len(store.commits)
     for node in nodes:
-        node.train()
-        node.send()
+        node.send(1)
     assert len(store.commits) == commits and len(store.objects) == 3 + 1
     assert master.transport.limited and not nodes[0].node.transport.limited
     assert master.sync_once() == 1 and len(store.commits) == commits + 1
@@ -5558,8 +5198,7 @@ def test_a_damaged_object_is_not_taken(store, spoil):
 
     def round_of():
         for node in (a, b):
-            node.train()
-            node.send()
+            node.send(1)
             node.node.take_results(node)
         return master.sync_once()
     round_of()
@@ -5576,36 +5215,26 @@ def test_a_damaged_object_is_not_taken(store, spoil):
         store.spoil = None
         a.see()
         assert a.node.state.outer_step == 2
-        assert all(torch.equal(v, master.weights[k]) for k, v in a.node.local.G.items())
+        assert same(a.node.local.G, master.weights)
 
 
 def test_a_bucket_that_is_deleted_is_made_again_by_the_master(store):
     master, a = make_master(Split(store, is_master=True), keyframe_every=9), Node(Split(store))
-
-    def round_of():
-        a.train()
-        a.send()
-        outer_step = master.sync_once()
-        a.see()
-        return outer_step
-    round_of()
-    a.train()
-    a.send()
+    exchange(master, a)
+    a.send(1)
     a.node.take_results(a)
     store.objects = None
     for _ in range(diloco.DENIALS):         # a worker waits for it, but not for ever
-        with pytest.raises(diloco.NoBucket, match="makes it again"):
+        with pytest.raises(diloco.Unavailable, match="makes it again"):
             a.node.transport.list("nodes/a/")
     with pytest.raises(diloco.Refused, match="no such bucket"):
         a.node.transport.list("nodes/a/")
     a.node.transport.denied = 0
     assert master.sync_once() == 1
-    assert round_of() == 2 == master.state.keyframe, "its files were gone: a keyframe"
-    entry = master.state.nodes["a"]
-    assert (entry.steps, entry.lost) == (2, 1)
-    assert round_of() == 3 and (entry := master.state.nodes["a"]).steps == a.step and not entry.lost
-    late = Node(Split(store), "late")
-    assert all(torch.equal(v, master.weights[k]) for k, v in late.node.local.G.items())
+    assert exchange(master, a) == 2 == master.state.keyframe, "its files were gone: a keyframe"
+    assert counts(master) == (3, 2, 1)
+    assert exchange(master, a) == 3 and counts(master) == (4, 4, 0)
+    assert same(Node(Split(store), "late").node.local.G, master.weights)
 
 
 def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, capsys):
@@ -5618,8 +5247,7 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
         out = capsys.readouterr().out
         assert out.startswith(f"notice   no bucket me/none{i}-swarm (") and reason in out
         master, a = make_master(transport), Node(diloco.open_hub(f"me/none{i}"))
-        a.train()
-        a.send()
+        a.send(1)
         assert master.sync_once() == 1 and master.state.bucket == ""
     # a running swarm keeps its bucket: who cannot use it is told, and not taken for one without
     state = copy.deepcopy(master.state)
@@ -5634,6 +5262,9 @@ def test_where_there_can_be_no_bucket_the_repository_will_do(hub, monkeypatch, c
 
 
 # ---- master.py and worker.py, as processes
+# - killed at any time, a swarm ends with balanced books; its end is that of the mean progress
+# - two nodes learn more than one machine alone; what they leave is read, exported, gone on with
+# - a worker waits for its master, keeps the flags of its first start, and ends at a signal
 
 
 def start(script, *flags, cwd, log):
@@ -5660,31 +5291,24 @@ def wait_for(condition, seconds=90):
         time.sleep(0.1)
 
 
+def start_worker(name, cwd, *flags):
+    return start("worker.py", f"--node-id={name}", "--device=cpu", *flags, cwd=cwd,
+                 log=f"{name}.log")
+
+
 def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
-    master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
-    worker = lambda name: start("worker.py", f"--node-id={name}", "--device=cpu",  # noqa: E731
-                                "--checkpoint.every-steps=15", cwd=tmp_path, log=f"{name}.log")
-    workers, chance = {name: worker(name) for name in "ab"}, random.Random(0)
-    try:
-        for kill in range(5):
-            time.sleep(chance.uniform(2.0, 4.5))
-            if kill % 3 == 0:
-                master.kill()
-                master.wait()
-                master = start("master.py", *MASTER, cwd=tmp_path, log="m.log")
-            else:
-                name = "ab"[kill % 2]
-                if workers[name].poll() is None:
-                    workers[name].kill()
-                    workers[name].wait()
-                    workers[name] = worker(name)
-        assert [w.wait(timeout=240) for w in workers.values()] == [0, 0], (
-            tmp_path / "a.log").read_text()
-        assert master.wait(timeout=240) == 0, "it ends when the swarm has finished"
-    finally:
-        for p in (master, *workers.values()):
-            p.kill()
-            p.wait()
+    begin = {"m": lambda: start("master.py", *MASTER, cwd=tmp_path, log="m.log"),
+             "a": lambda: start_worker("a", tmp_path, "--checkpoint.every-steps=15"),
+             "b": lambda: start_worker("b", tmp_path, "--checkpoint.every-steps=15")}
+    running, chance = {name: begin[name]() for name in begin}, random.Random(0)
+    for name in "mbamb":
+        time.sleep(chance.uniform(2.0, 4.5))
+        if running[name].poll() is None:
+            running[name].kill()
+            running[name].wait()
+            running[name] = begin[name]()
+    for name in "abm":
+        assert running[name].wait(timeout=240) == 0, (tmp_path / f"{name}.log").read_text()
     assert "finished" in (tmp_path / "m.log").read_text()
     merged = [m for line in history_of(diloco.FolderTransport(tmp_path / "runs/hub"))
               for m in line.get("merged", ())]
@@ -5692,8 +5316,8 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
     assert len(steps) == len(set(steps)), "nothing is merged twice"
     for name, entry in books(tmp_path).items():
         assert sum(m["steps"] for m in merged if m["node"] == name) == entry["steps"]
-        # a node that is killed before its first checkpoint joins anew, at the swarm's step; one that
-        # is killed with its last delta on the hub has no more to send
+        # a node that is killed before its first checkpoint joins anew, at the swarm's step; one
+        # that is killed with its last delta on the hub has no more to send
         assert entry["steps"] + entry["lost"] <= entry["local_step"]
         assert entry["final"] or entry["local_step"] == last_step(tmp_path / f"runs/smoke/{name}")
     # the end is that of the mean progress, which a node learns of with a delay
@@ -5701,22 +5325,15 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
 
 
 def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
-    """The demo of the README: three terminals, the default folder, then Ctrl-C."""
+    """The demo of the README: three terminals, the default folder."""
     flags = ["--config=smoke", "--max-steps=200", "--eval-every=20", "--device=cpu"]
     alone = run_script([*flags, "--name=alone"], tmp_path)
     alone = float(re.findall(r"val ([\d.]+)", alone.stdout)[-1])
-    first, second = (start("worker.py", f"--node-id={name}", cwd=tmp_path, log=f"{name}.log")
-                     for name in "ab")
+    workers = [start_worker(name, tmp_path) for name in "ab"]
     for name in "ab":           # both wait for the master, so that they begin together
         wait_for(lambda: "waiting  for a global" in (tmp_path / f"{name}.log").read_text())
     master = start("master.py", *flags, "--inner-steps=10", cwd=tmp_path, log="m.log")
-    try:
-        assert first.wait(timeout=240) == 0 and second.wait(timeout=240) == 0
-        assert master.wait(timeout=240) == 0
-    finally:
-        for p in (master, first, second):
-            p.kill()
-            p.wait()
+    assert [process.wait(timeout=240) for process in (*workers, master)] == [0, 0, 0]
     log = (tmp_path / "a.log").read_text()
     assert [word for word in ("waiting", "join", "push", "install", "eval", "checkpoint")
             if f"\n{word}" not in "\n" + log] == []
@@ -5731,12 +5348,10 @@ def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path):
     done = run_script(["--export=out"], tmp_path, "master.py")
     assert done.returncode == 0 and (tmp_path / "out/config.json").exists(), done.stderr
     assert hub.head() == before, "it only reads"
-    exported = load_file(tmp_path / "out/model.safetensors")
-    latest = load_file(tmp_path / "runs/hub/global/latest.safetensors")
-    assert all(torch.equal(exported[k], v) for k, v in latest.items())
-    for name in "ab":
-        again = run_script([f"--node-id={name}"], tmp_path, "worker.py")
-        assert again.returncode == 0 and "already at step" in again.stdout, again.stderr
+    assert same(load_file(tmp_path / "runs/hub/global/latest.safetensors"),
+                load_file(tmp_path / "out/model.safetensors"))
+    again = run_script(["--node-id=a"], tmp_path, "worker.py")
+    assert again.returncode == 0 and "already at step" in again.stdout, again.stderr
     again = run_script(["--device=cpu"], tmp_path, "master.py")
     assert again.returncode == 0 and "finished" in again.stdout
 
@@ -5757,41 +5372,31 @@ def test_a_worker_started_again_keeps_the_flags_of_its_first_start(tmp_path, mon
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_worker_that_waits_and_one_that_trains(tmp_path, number):
-    worker = start("worker.py", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
-    log = tmp_path / "a.log"
+    worker, log = start_worker("a", tmp_path), tmp_path / "a.log"
     wait_for(lambda: "waiting  for a global model" in log.read_text())
     worker.send_signal(number)
     assert worker.wait(timeout=30) == 0 and "Traceback" not in log.read_text()
     master = start("master.py", *MASTER, "--max-steps=100000", cwd=tmp_path, log="m.log")
-    worker = start("worker.py", "--node-id=a", "--device=cpu", cwd=tmp_path, log="a.log")
-    try:
-        wait_for(lambda: "\npush" in log.read_text())
-        worker.send_signal(number)
-        assert worker.wait(timeout=30) == 0
-        assert f"{number.name}: the state is saved" in log.read_text()
-        master.send_signal(number)
-        assert master.wait(timeout=30) == 0
-    finally:
-        master.kill()
-        worker.kill()
+    worker = start_worker("a", tmp_path)
+    wait_for(lambda: "\npush" in log.read_text())
+    worker.send_signal(number)
+    assert worker.wait(timeout=30) == 0
+    assert f"{number.name}: the state is saved" in log.read_text()
+    wait_for(lambda: "a" in books(tmp_path))
+    master.send_signal(number)
+    assert master.wait(timeout=30) == 0
     entry = books(tmp_path)["a"]
     assert entry["steps"] == entry["local_step"] and entry["lost"] == 0
 
 
 def test_a_worker_waits_and_says_so_and_a_swarm_runs_over_the_hub(hub, tmp_path):
-    repo = f"me/live{len(hub.repos)}"
-    a = start("worker.py", f"--hub={repo}", "--node-id=a", "--device=cpu", cwd=tmp_path,
-              log="a.log")
-    try:
-        wait_for(lambda: f"waiting  for {repo}" in (tmp_path / "a.log").read_text())
-        flags = [f"--hub={repo}", *MASTER, "--max-steps=40", "--max-outer-steps=1"]
-        master = subprocess.run([sys.executable, HERE / "master.py", *flags], cwd=tmp_path,
-                                capture_output=True, text=True, timeout=240)
-        assert master.returncode == 0 and "round       1" in master.stdout, (
-            master.stdout + master.stderr)
-        assert a.wait(timeout=240) == 0, (tmp_path / "a.log").read_text()
-    finally:
-        a.kill()
+    repo, log = f"me/live{len(hub.repos)}", tmp_path / "a.log"
+    worker = start_worker("a", tmp_path, f"--hub={repo}")
+    wait_for(lambda: f"waiting  for {repo}" in log.read_text())
+    master = run_script([f"--hub={repo}", *MASTER, "--max-steps=40", "--max-outer-steps=1"],
+                        tmp_path, "master.py")
+    assert master.returncode == 0 and "round       1" in master.stdout, master.stderr
+    assert worker.wait(timeout=240) == 0, log.read_text()
     pushed = lines_of(tmp_path / "runs/smoke/a", "push")
     assert sum(p["steps"] for p in pushed) == pushed[-1]["step"] <= 40
     assert lines_of(tmp_path / "runs/smoke/a", "join")[0] == {
@@ -5864,14 +5469,21 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
 
     2026-12  4 nodes, int4, seeds 1, 2 (2026-11): 1.3644 1.3932 (1.3480 1.3815)
     2026-12  4 nodes, int2, seeds 1, 2 (2026-11): 1.3658 1.3721 (1.3499 1.3643)
-    2026-12  4 nodes, seed 11, 1,000 steps, loops of 18, 1,353 s: 1.5553
-    2026-12  the same: loops of 25; of 12: 1.5796; 1.5585
-    2026-12  the same: no latency: 1.5324
-    2026-12  the same: deltas in fp32: 1.5573
-    2026-12  the same: looks ahead 0, 0.5, 1.3 times as far: 1.6642 1.5731 1.5942
-    2026-12  the same: half of an error stays, not three quarters: 1.5571
-    2026-12  the same: mean of the last 5 global models; of the nodes' last weights: 1.5508;
-             1.5503
+    2026-12  4 nodes, seed 11, 1,000 steps, about 1,350 s; data parallel 1.4949
+    2026-12  loops of 18 steps (25; 12) for every node: 1.5553 (1.5796; 1.5585)
+    2026-12  that: no latency; fp32; mean of the last 5 models: 1.5324; 1.5573; 1.5508
+    2026-12  that: looks ahead 0, 0.5, 1.3 times as far: 1.6642 1.5731 1.5942
+    2026-12  loops of 33 s for every node (20 s; 25 s): 1.5406 (1.5505; 1.5430)
+    2026-12  that: nodes in step by an ideal clock: 1.5386
+    2026-12  that: no latency, share that stays 0, 0.24: 1.5153 1.5324
+    2026-12  that: latency 5 s, share that stays 0, 0.26, 0.53: 1.5478 1.5249 1.5240
+    2026-12  that: latency 10 s, share that stays 0.5; outer lr 0.5: 1.5396; 1.5436
+    2026-12  that: outer momentum falls over the last 3 rounds (8): 1.5296 (1.5356)
+    2026-12  that: then the mean of the last 5 models gains nothing: 1.5339
+    2026-12  as it is, in step by what deltas have waited (seed 12): 1.5361 (1.5273)
+    2026-12  that: without coming into step; loops of 35: 1.5426; 1.5615
+    2026-12  that: 11 rounds of 100 steps (three quarters stay from the first): 1.6953 (2.0421)
+    2026-12  synchronous, unequal speeds, no latency, 2,013 s: 1.5085
     2026-11  4 nodes (8), three seeds: +0.6 % (+2.3 %)
     2026-11  the same: each global model is followed in full: +1.6 % (+3.4 %)
     2026-11  that, seed 1: momentum 0.8 over 10 rounds: +1.5 % (+3.3 %)
@@ -6212,20 +5824,21 @@ SHAPES = {
 }
 
 
-class Watch:
+class Watch(threading.Thread):
     """The peak of a process's anonymous memory in MB: mapped files do not count, the system can
     drop them."""
 
     def __init__(self, process):
+        super().__init__(daemon=True)
         self.process, self.peak = process, 0
-        threading.Thread(target=self.run, daemon=True).start()
+        self.start()
 
     def run(self):
+        status = Path(f"/proc/{self.process.pid}/status")
         while self.process.poll() is None:
-            with contextlib.suppress(OSError, StopIteration):
-                with open(f"/proc/{self.process.pid}/status") as f:
-                    line = next(line for line in f if line.startswith("RssAnon"))
-                self.peak = max(self.peak, int(line.split()[1]) // 1024)
+            with contextlib.suppress(OSError, TypeError):       # it has ended just now
+                found = re.search(r"RssAnon:\s*(\d+)", status.read_text())
+                self.peak = max(self.peak, int(found[1]) // 1024)
             time.sleep(0.005)
 
 
@@ -6257,51 +5870,53 @@ def size():
                  "--eval-batches=1", "--sample=", "--device=cpu", "--precision=fp32",
                  "--eval-every=1", "--max-steps=1000"]
         with tempfile.TemporaryDirectory() as folder:
-            measure(name, flags, server, Path(folder))
+            print(json.dumps(measure(name, flags, server, Path(folder))), flush=True)
 
 
-def measure(name: str, flags: list, server, cwd: Path):
+def measure(name: str, flags: list, server, cwd: Path) -> dict:
     shapes = diloco.shapes_of(diloco.swarm_tensors(build_model(load_config(flags)["model"])))
     count = sum(math.prod(shape) for shape in shapes.values())
-    master = start("master.py", f"--hub=me/{name}", "--keyframe-every=2", "--commits-per-hour=0",
-                   "--round-timeout=1", *flags, cwd=cwd, log="master.log")
-    watch, worker, log = Watch(master), None, cwd / "master.log"
+    log, processes, up, down = cwd / "master.log", [], [], []
+
+    def launch(*flags):
+        processes.append(start(*flags, cwd=cwd, log=flags[0].replace(".py", ".log")))
+        return Watch(processes[-1])
     try:
+        master = launch("master.py", f"--hub=me/{name}", "--keyframe-every=2", "--round-timeout=1",
+                        "--commits-per-hour=0", *flags)
         wait_for(lambda: "waiting for deltas" in log.read_text(), 600)
         hub = diloco.open_hub(f"me/{name}")
-        up, down, before = {}, {}, diloco.read_state(hub)[1]
+        before = diloco.read_state(hub)[1]
         for step in (1, 2):     # an update alone, and one with a keyframe
             delta = feed(hub, before, shapes, step)
             server.bytes.clear()
             wait_for(lambda: f"round    {step:4d}" in log.read_text(), 600)
             time.sleep(3)       # its listing; the evaluation
-            up[step] = server.bytes["in"]
+            up.append(server.bytes["in"])
             server.bytes.clear()
             at, state = diloco.read_state(hub)
             diloco.fetch_global(hub, at, state, cwd / "in", shapes, before)
-            down[step], before = server.bytes["out"], state
-        peak = watch.peak       # with eight nodes
-        worker = start("worker.py", f"--hub=me/{name}", "--node-id=w", "--device=cpu",
-                       "--inner-steps=1", "--checkpoint.every-steps=0", "--logging.every-steps=1",
-                       cwd=cwd, log="worker.log")
-        watched = Watch(worker)
+            down.append(server.bytes["out"])
+            before = state
+        peak = master.peak       # with eight nodes
+        worker = launch("worker.py", f"--hub=me/{name}", "--node-id=w", "--device=cpu",
+                        "--inner-steps=1", "--checkpoint.every-steps=0", "--logging.every-steps=1")
         wait_for(lambda: (cwd / "worker.log").read_text().count("\ninstall") >= 3, 900)
     finally:
-        for process in (master, worker):
-            if process:
-                process.kill()
-                process.wait()
-    seconds = [float(s) for s in re.findall(r"round.* ([\d.]+) s\n", log.read_text())[:2]]
-    print(json.dumps({
-        "shape": name, "parameters": count,
-        "master up": round((up[1] + (up[2] - up[1]) / 10) / count, 2),
-        "worker up": round(delta / count, 2), "worker down": round(sum(down.values()) / 2 / count,
-                                                                  2),
-        "master MB, 8 nodes": peak, "a parameter, beside 500": round((peak - 500) / count * 2**20,
-                                                                     1),
-        "worker MB": watched.peak, "a parameter, beside 500 MB":
-            round((watched.peak - 500) / count * 2**20, 1),
-        "seconds of a round, and of one with a keyframe": seconds}), flush=True)
+        for process in processes:
+            process.kill()
+            process.wait()
+    return {"shape": name, "parameters": count,
+            "bytes a parameter and round": {
+                # one round in ten has a keyframe
+                "master up": round((up[0] + (up[1] - up[0]) / 10) / count, 2),
+                "worker up": round(delta / count, 2),
+                "worker down": round(sum(down) / 2 / count, 2)},
+            "peak MB, and bytes a parameter beside 500 MB": {
+                who: (mb, round((mb - 500) / count * 2**20, 1))
+                for who, mb in (("master, 8 nodes", peak), ("worker", worker.peak))},
+            "seconds of a round, and of one with a keyframe": [
+                float(s) for s in re.findall(r"round.* ([\d.]+) s\n", log.read_text())[:2]]}
 
 
 if __name__ == "__main__":  # python test_all.py bench, size, hub, crowd, [clock] NODES SEED [a row]

@@ -1441,7 +1441,7 @@ def forget_after(folder: Path, step: int):
 
 
 def draw(runs: dict) -> str:
-    """An SVG of the losses and, below, of the learning rates of some runs.
+    """An SVG of the losses of some runs and, below, of their learning rates, if there are any.
 
     runs: {name: {"train": [(step, loss)], "val": [(step, loss)], "lr": [(step, lr)]}}, each list
     may be empty or missing; what is not finite is left out. Raises ValueError without matplotlib.
@@ -1451,15 +1451,16 @@ def draw(runs: dict) -> str:
     except ImportError:
         raise ValueError("a picture needs a package: pip install matplotlib") from None
     figure = Figure(figsize=(8, 5.5), layout="constrained")
-    losses, rates = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (4, 1)})
-    tops = []
+    heights = (4, 1) if any(run.get("lr") for run in runs.values()) else (1,)
+    parts = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
+    losses, rates, tops = parts[0, 0], parts[-1, 0], []
     for i, (name, run) in enumerate(runs.items()):
         train, val, lr = (curve(run.get(kind)) for kind in ("train", "val", "lr"))
         label = "".join(c for c in name if c.isprintable())[:20].replace("$", r"\$")
         y = np.concatenate([train[:, 1], val[:, 1]])
         if len(y):
             last = (val if len(val) else train)[-1, 1]
-            label = f"{last:.4g} {label}"
+            label = f"{last:.4f} {label}"
             # without the fall of the first steps and the end of a run that blew up
             tops.append(y.min() + 5 * (np.quantile(y, 0.75) - y.min()))
         for axes, points, width, named in ((losses, train, 0.8, None), (losses, val, 2.2, label),
@@ -1468,8 +1469,11 @@ def draw(runs: dict) -> str:
                       marker="o" if len(points) == 1 else "none")
     if tops and losses.get_ylim()[0] < min(tops) < losses.get_ylim()[1]:
         losses.set_ylim(top=min(tops))
+    if rates is not losses:
+        rates.set(ylabel="learning rate")
+    rates.set(xlabel="step")
     losses.set(ylabel="loss", title="thick: validation, thin: training")
-    rates.set(xlabel="step", ylabel="learning rate")
+    losses.grid(alpha=0.3)
     if runs:
         losses.legend()
     out = io.StringIO()
