@@ -1491,8 +1491,8 @@ def curve(points) -> np.ndarray:
 
 def read_curves(path: Path) -> dict:
     """What draw() takes of a run, out of its metrics.jsonl."""
-    keys = {"train": "loss", "val": "val_loss", "lr": "lr"}
-    return {name: [(event["step"], event[key]) for event in read_events(path) if key in event]
+    events, keys = read_events(path), {"train": "loss", "val": "val_loss", "lr": "lr"}
+    return {name: [(event["step"], event[key]) for event in events if key in event]
             for name, key in keys.items()}
 
 
@@ -1817,9 +1817,13 @@ class Trainer:
         if self.step < self.config["run"]["max_steps"]:
             count = min(100, count)
         try:
-            print_sample(self.model, self.config, Text(self.config), count)
+            print_sample(self.model, self.config, self.text, count)
         except TrainingError as e:      # the run itself is well
             say(f"notice   {e}")
+
+    @functools.cached_property
+    def text(self):
+        return Text(self.config)        # once: it may ask the Hub
 
     # one update
 
