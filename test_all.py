@@ -3132,9 +3132,10 @@ def test_while_something_is_on_its_way_a_worker_is_where_the_momentum_will_be(fo
 
 
 @pytest.mark.parametrize("steps, rounds, fate, inner_steps, part", [
-    (25, 1, "merged", 50, 0.75 * 0.64), (60, 1, "merged", 50, 0.75 * 0.64),     # the momentum there
-    (5, 1, "merged", 50, 0.75 * 0.64 * 0.2), (25, 2, "merged", 50, 0), (25, 1, "lost", 50, 0.48),
-    (25, 1, "refused", 50, 0.48), (25, 1, "merged", 20, 0.75), (25, 1, "merged", 32, 0.75 / 1.28)])
+    # the least of 2 * delay * delay and 0.75, times the momentum there, or a short loop's share
+    (25, 1, "merged", 50, 0.5 * 0.64), (60, 1, "merged", 50, 0.75 * 0.64),
+    (5, 1, "merged", 50, 0.02 * 0.64), (25, 2, "merged", 50, 0), (25, 1, "lost", 50, 0.32),
+    (25, 1, "refused", 50, 0.32), (25, 1, "merged", 20, 0.75), (25, 1, "merged", 32, 0.75 / 1.28)])
 def test_a_new_global_that_was_foreseen_wrongly_is_followed_in_part(folder, steps, rounds, fate,
                                                                    inner_steps, part):
     """What the steps since the last delta have undone of the error is not done again, and goes out
