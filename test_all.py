@@ -5454,7 +5454,8 @@ def clock(nodes: int, seed: int, *flags: str):
         diloco.set_tensors(diloco.swarm_tensors(model), master.weights)
         merged = sum(entry.steps for entry in master.state.nodes.values())
         loss = val_loss(model, config)
-        alone = loss_alone(load_config([*common, f"--target-batch-size={16 * nodes}",
+        batch = nodes * config["data"]["target_batch_size"]
+        alone = loss_alone(load_config([*common, f"--target-batch-size={batch}",
                                         f"--max-steps={round(merged / nodes)}"]))
         print(json.dumps({"nodes": nodes, "seed": seed, "seconds": seconds, "steps": merged,
                           "rounds": master.state.outer_step, "ended": master.state.finished,
@@ -5544,9 +5545,10 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
             more += f"; change of the loss by ten rounds, {moved[:10]}, by its first " \
                     f"delta's, {moved[10]}, by ten more, {moved[11:]}"
         say(what, evaluate(master.weights), began, more)
-    for what, extra in (("data parallel", [f"--target-batch-size={16 * nodes}"]),
-                        ("data parallel, Muon", [f"--target-batch-size={16 * nodes}",
-                                                 "--optimizer.name=muon"]),
+    size = load_config([*STUDY, *flags])["data"]["target_batch_size"]
+    batch = f"--target-batch-size={nodes * size}"
+    for what, extra in (("data parallel", [batch]),
+                        ("data parallel, Muon", [batch, "--optimizer.name=muon"]),
                         ("one node alone", [])):
         if only in ("", what):
             one_machine(what, *extra)
