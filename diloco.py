@@ -2822,6 +2822,16 @@ class DumbDiLoCo:
                 "remainders": self.local.remainders(), "unconfirmed": unconfirmed}
 
     def load_state_dict(self, state: dict):
+        """Raises ValueError for what state_dict() of this version has not made."""
+        try:
+            Sent(**state["sent"])
+            if state["unconfirmed"]:
+                Delta(**state["unconfirmed"])
+            for key in ("lineage", "incarnation", "run_id", "first_step", "recorded", "remainders"):
+                state[key]
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"the checkpoint is of another version of this worker ({e}): move its "
+                             f"folder away, and the node joins anew at the swarm's step") from None
         self.saved = state
 
     # between the steps of the trainer
