@@ -2904,11 +2904,14 @@ class DumbDiLoCo:
 
         A node of the median pace trains inner_steps, a fast one more: all loops take the same
         time. So the deltas of a round come together, and none gets old while it waits for others.
+        The first loop is short. With its delta the master learns the pace of this node.
         """
         inner_steps, nodes = self.settings["inner_steps"], self.state.nodes
         mine = nodes.get(self.node_id, NodeState()).pace
-        if self.settings["wait"] or not mine:
+        if self.settings["wait"]:
             return inner_steps
+        if not mine:
+            return inner_steps if self.pushes else max(1, inner_steps // 10)
         active = active_nodes(nodes, self.state.outer_step) | {self.node_id}
         ratio = statistics.median(nodes[node].pace for node in active) / mine
         return max(1, round(inner_steps * min(LOOP_RANGE, max(1 / LOOP_RANGE, ratio))))

@@ -4529,6 +4529,7 @@ def test_the_loops_of_all_nodes_take_the_same_time_and_come_into_step(tmp_path, 
     for i, usual in enumerate(expected):
         steps = [entry["steps"] for line in rounds for entry in line["merged"]
                  if entry["node"] == f"n{i}"]
+        assert steps[0] == 1, "the first delta comes early"
         # but for the time between two looks at the hub, a tenth of a loop
         assert abs(statistics.median(steps[3:-1]) - usual) <= 1 + 0.15 * usual, steps
     assert not world or len(rounds) > 13
