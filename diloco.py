@@ -88,6 +88,7 @@ PAGE_EVERY = 600            # s between two versions of the page
 FOLLOW_LATER = 0.75         # largest share of a prediction error that stays local at an install
 LAST_ROUNDS = 3             # rounds before the end over which the outer momentum falls
 SHORT_LOOP = 25             # steps of an inner loop that keep the nodes close from the first round
+EARLY_LOOPS = 3             # of a node that are short: fewer than max_pending, which may wait
 LOOP_RANGE = 4              # a node's loops have at most so many times more or fewer steps
 DENIALS = 5                 # 403s in a row, where commits were taken before, until one counts
 FAR_ABOVE, STRIKES = 0.25, 3    # relative excess of a node's loss; deltas in a row until it is out
@@ -736,9 +737,10 @@ class FolderTransport:
                 return str(index.version), None
             digest = index.files[path].sha256
             kept = self.objects / digest
-            content = kept.read_bytes() if is_file(kept) else b""
-            if matches_hash(content, digest):
-                return str(index.version), content
+            with contextlib.suppress(FileNotFoundError):    # it may go while it is looked at
+                content = kept.read_bytes() if is_file(kept) else b""
+                if matches_hash(content, digest):
+                    return str(index.version), content
             if self.now() != index:         # a commit has come between
                 return self.read(path)
             raise Refused(f"{kept} is damaged: it is not what the hub holds. Delete "
@@ -2904,14 +2906,15 @@ class DumbDiLoCo:
 
         A node of the median pace trains inner_steps, a fast one more: all loops take the same
         time. So the deltas of a round come together, and none gets old while it waits for others.
-        The first loop is short. With its delta the master learns the pace of this node.
+        The first loops are short. With their deltas the master learns the pace of this node, and
+        while the weights still move fast the nodes stay together.
         """
         inner_steps, nodes = self.settings["inner_steps"], self.state.nodes
         mine = nodes.get(self.node_id, NodeState()).pace
         if self.settings["wait"]:
             return inner_steps
         if not mine:
-            return inner_steps if self.pushes else max(1, inner_steps // 10)
+            return inner_steps if len(self.pushes) >= EARLY_LOOPS else max(1, inner_steps // 10)
         active = active_nodes(nodes, self.state.outer_step) | {self.node_id}
         ratio = statistics.median(nodes[node].pace for node in active) / mine
         return max(1, round(inner_steps * min(LOOP_RANGE, max(1 / LOOP_RANGE, ratio))))
