@@ -88,7 +88,6 @@ PAGE_EVERY = 600            # s between two versions of the page
 FOLLOW_LATER = 0.75         # largest share of a prediction error that stays local at an install
 LAST_ROUNDS = 3             # rounds before the end over which the outer momentum falls
 SHORT_LOOP = 25             # steps of an inner loop that keep the nodes close from the first round
-EARLY_LOOPS = 3             # of a node that are short: fewer than max_pending, which may wait
 LOOP_RANGE = 4              # a node's loops have at most so many times more or fewer steps
 DENIALS = 5                 # 403s in a row, where commits were taken before, until one counts
 FAR_ABOVE, STRIKES = 0.25, 3    # relative excess of a node's loss; deltas in a row until it is out
@@ -2346,6 +2345,8 @@ class MasterOuterLoop:
                 waiting, strange = self.waiting()
                 if self.over(waiting):
                     return self.end()
+                if not waiting and self.left_alone():
+                    self.publish(dataclasses.replace(copy.deepcopy(self.state), finished=True), {})
                 due = self.due({delta.node for delta in waiting})
                 if may_commit(self.settings, self.transport, self.state, self.state.commits):
                     if due or strange and not waiting:
@@ -2367,6 +2368,17 @@ class MasterOuterLoop:
             return True
         grace = max(60.0, 2 * self.round_timeout()) if self.active() else 0.0
         return not waiting and time.time() - self.state.published >= grace
+
+    def left_alone(self) -> bool:
+        """Whether nothing more is to come, though the swarm has not finished: some nodes have ended
+        their run, and the others have been silent for many times a round."""
+        patience = max(120.0, 5 * self.round_timeout())
+        if (self.state.finished or not any(entry.final for entry in self.state.nodes.values())
+                or time.time() - self.state.published < patience):
+            return False
+        self.log(f"notice   nothing has come from {', '.join(sorted(self.active()))[:60]} for "
+                 f"{patience:.0f} s, and the others have ended: the swarm ends without")
+        return True
 
     def end(self):
         """The last keyframe, with the validation loss of it."""
@@ -2906,15 +2918,11 @@ class DumbDiLoCo:
 
         A node of the median pace trains inner_steps, a fast one more: all loops take the same
         time. So the deltas of a round come together, and none gets old while it waits for others.
-        The first loops are short. With their deltas the master learns the pace of this node, and
-        while the weights still move fast the nodes stay together.
         """
         inner_steps, nodes = self.settings["inner_steps"], self.state.nodes
         mine = nodes.get(self.node_id, NodeState()).pace
-        if self.settings["wait"]:
+        if self.settings["wait"] or not mine:
             return inner_steps
-        if not mine:
-            return inner_steps if len(self.pushes) >= EARLY_LOOPS else max(1, inner_steps // 10)
         active = active_nodes(nodes, self.state.outer_step) | {self.node_id}
         ratio = statistics.median(nodes[node].pace for node in active) / mine
         return max(1, round(inner_steps * min(LOOP_RANGE, max(1 / LOOP_RANGE, ratio))))

@@ -4509,6 +4509,7 @@ def test_a_swarm_in_virtual_time_is_deterministic_and_loses_nothing(tmp_path):
         assert entry.steps == trainers[name].step - trainers[name].coordinator.first_step
     lossy, _ = simulate(config, [1.0, 0.7], latency=4.0, loss=0.3)
     assert sum(len(e.gaps) for e in lossy.state.nodes.values()) > 0
+    assert lossy.state.finished, "also if the last delta of a node never comes"
     for entry in lossy.state.nodes.values():
         assert entry.steps + entry.lost == entry.local_step
 
@@ -4530,24 +4531,23 @@ def test_the_swarm_ends_as_one(tmp_path, speeds, most):
     assert any(line.startswith("finished") and "outer step" in line for line in lines)
 
 
-@pytest.mark.parametrize("speeds, expected, world", [
-    ([1.0, 1.0, 0.1], [10, 10, 2], {}),     # at least a quarter of inner_steps
-    (SPEEDS, [13, 11, 9, 7], dict(latency=2.5, joins=(0.0, 6.5, 2.0, 3.5)))])
-def test_the_loops_of_all_nodes_take_the_same_time_and_come_into_step(tmp_path, speeds, expected,
-                                                                      world):
-    """However the nodes began: after eight rounds each round has one delta of each, and none has
+@pytest.mark.parametrize("speeds, expected, max_steps, world", [
+    ([1.0, 1.0, 0.1], [10, 10, 2], 180, {}),        # at least a quarter of inner_steps
+    (SPEEDS, [13, 11, 9, 7], 120, dict(latency=2.5, joins=(0.0, 6.5, 2.0, 3.5)))])
+def test_the_loops_of_all_nodes_take_the_same_time_and_come_into_step(
+        tmp_path, speeds, expected, max_steps, world):
+    """However the nodes began: after six rounds each round has one delta of each, and none has
     missed more than the one round that was under way."""
-    master, _ = simulate(tiny(tmp_path, "--max-steps=120", "--inner-steps=10", "--codec=int4"),
-                         speeds, **world)
+    config = tiny(tmp_path, f"--max-steps={max_steps}", "--inner-steps=10", "--codec=int4")
+    master, _ = simulate(config, speeds, **world)
     rounds = [line for line in history_of(master.transport) if line.get("merged")]
     for i, usual in enumerate(expected):
         steps = [entry["steps"] for line in rounds for entry in line["merged"]
                  if entry["node"] == f"n{i}"]
-        assert steps[0] == 1, "the first delta comes early"
         # but for the time between two looks at the hub, a tenth of a loop
         assert abs(statistics.median(steps[3:-1]) - usual) <= 1 + 0.15 * usual, steps
-    assert not world or len(rounds) > 13
-    for line in rounds[8:-3] if world else ():
+    assert not world or len(rounds) > 11
+    for line in rounds[6:-3] if world else ():
         late = [line["outer_step"] - 1 - delta["base_outer_step"] for delta in line["merged"]]
         assert len(late) == len(speeds) and max(late) <= 0, line
 
@@ -4604,6 +4604,25 @@ def test_the_last_delta_of_a_node_is_final_though_the_swarm_has_moved_the_end(fo
     a.upload()
     master.sync_once()
     assert master.state.nodes["a"].final and not master.state.nodes["b"].final
+
+
+def test_a_node_that_is_gone_for_good_does_not_keep_the_swarm_from_its_end(folder, monkeypatch):
+    master = make_master(folder, config={"run": {"max_steps": 8}})
+    a, b = Node(folder, "a"), Node(folder, "b")
+    for node in (a, b):
+        node.send(4)
+    master.sync_once()
+    assert not master.left_alone(), "all are at work"
+    a.see()
+    a.train(4)
+    a.node.push(a, last=True)
+    a.upload()
+    master.sync_once()
+    assert master.state.nodes["a"].final and not master.left_alone(), "b has just been here"
+    clock = itertools.count(time.time() + 1e4, 100)
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    master.run()
+    assert master.state.finished and any("nothing has come from b" in x for x in master.lines)
 
 
 def test_max_outer_steps_ends_the_nodes_too(tmp_path):
@@ -5529,7 +5548,8 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
     What is known, as validation loss or as the excess over data parallel. 2026-11 is the protocol
     before: it published the whole model each round, and each node ended by itself.
 
-    2026-12  4 nodes, int4, seeds 1, 2 (2026-11): 1.3644 1.3932 (1.3480 1.3815)
+    2026-12  4 nodes, int4, seed 1, as it is (2026-11): 1.3459 (1.3480)
+    2026-12  that, before loops by time, seeds 1, 2 (2026-11): 1.3644 1.3932 (1.3480 1.3815)
     2026-12  4 nodes, int2, seeds 1, 2 (2026-11): 1.3658 1.3721 (1.3499 1.3643)
     2026-12  4 nodes, seed 11, 1,000 steps, about 1,350 s; data parallel 1.4949
     2026-12  loops of 18 steps (25; 12) for every node: 1.5553 (1.5796; 1.5585)
@@ -5542,13 +5562,14 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
     2026-12  that: latency 10 s, share that stays 0.5; outer lr 0.5: 1.5396; 1.5436
     2026-12  that: outer momentum falls over the last 3 rounds (8): 1.5296 (1.5356)
     2026-12  that: then the mean of the last 5 models gains nothing: 1.5339
-    2026-12  in step by what deltas have waited (seed 12): 1.5361 (1.5273)
-    2026-12  as it is, the first delta comes early, seeds 11 to 13: 1.5378 1.5236 1.5293
-    2026-12  that: all loops short until the paces are known, seeds 11, 12: 1.5219 1.5207
-    2026-12  that: loops grow over 4 rounds, seeds 11, 13 (8 rounds): 1.5361 1.5284 (1.5420 1.5243)
-    2026-12  that: outer lr 0.85, seeds 11, 12; momentum warms up in 14 rounds: 1.5312 1.5240;
-             1.5479 1.5295
-    2026-12  that: outer momentum falls over 4.5 rounds, seeds 11, 12: 1.5306 1.5262
+    2026-12  as it is, in step by what deltas have waited, seeds 11 to 13: 1.5382 1.5293 1.5357
+    2026-12  that: loops of 2 steps until the paces are known: 1.5219 1.5207 1.5189, but the
+             deltas after them look outsized, and are scaled down
+    2026-12  that: the first loop has 2 steps; loops grow over 4 rounds: 1.5378 1.5236 1.5293;
+             1.5361 (seed 13: 1.5284)
+    2026-12  that, loops of 5 steps until the paces are known, seeds 11, 12: 1.5290 1.5250
+    2026-12  with these: outer lr 0.85; momentum warms up in 14 rounds, falls in 4.5: 1.5253 1.5225;
+             1.5479 1.5295; 1.5306 1.5262
     2026-12  that: without coming into step; loops of 35: 1.5426; 1.5615
     2026-12  that: 11 rounds of 100 steps (three quarters stay from the first): 1.6953 (2.0421)
     2026-12  synchronous, unequal speeds, no latency, 2,013 s: 1.5085
