@@ -1502,7 +1502,7 @@ def test_precision_and_device_table(monkeypatch):
 
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_every_tensor_is_in_one_group_and_moves(tmp_path, name, tied):
+def test_the_optimizer_has_every_tensor_in_one_group_and_moves_it(tmp_path, name, tied):
     t = make_trainer(tiny(tmp_path, f"--optimizer.name={name}", f"--tie-weights={tied}",
                           "--max-steps=3"))
     before = {k: v.clone() for k, v in t.model.named_parameters()}
