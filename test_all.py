@@ -4444,8 +4444,7 @@ def virtual_time():
 SPEEDS = [1.0, 0.83, 0.71, 0.55]     # of the study's nodes
 
 
-def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), evaluate=None, log=None,
-             seconds=math.inf):
+def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), log=None, seconds=math.inf):
     """A swarm of the real master, workers and trainers. A step takes a node 1 / speed seconds,
     latency is that of an upload and of a download, joins[i] when node i comes. After `seconds`
     the swarm is stopped as by Ctrl-C: what counts is the global model published by then.
@@ -4458,8 +4457,7 @@ def simulate(config, speeds, latency=0.0, loss=0.0, joins=(), evaluate=None, log
     with virtual_time() as clock, tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(config["run"]["seed"])
         first = diloco.swarm_tensors(build_model(config["model"]))
-        master = diloco.MasterOuterLoop(hub, config["distributed"], first, published, evaluate,
-                                        log=say)
+        master = diloco.MasterOuterLoop(hub, config["distributed"], first, published, log=say)
 
         class Slow(diloco.DumbDiLoCo):
             def after_step(self, trainer):
@@ -5498,9 +5496,6 @@ ROWS = {    # what: (flags, what simulate() takes)
     "asynchronous, int4, one node joins at half time": ([], dict(latency=LATENCY, late=True)),
     "asynchronous, int4, without that node": ([], dict(latency=LATENCY, missing=1)),
     "one node alone, with the outer optimizer": ([], dict(latency=LATENCY, one=True)),
-    "asynchronous, int4, Muon": (["--optimizer.name=muon"], dict(latency=LATENCY)),
-    "synchronous, Muon": (["--wait=true", "--codec=fp32", "--optimizer.name=muon"],
-                          dict(equal=True)),
 }
 
 
@@ -5610,33 +5605,15 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
         began, config = time.time(), load_config([*STUDY, f"--seed={seed}", *flags, *extra])
         joins = [0] * (len(speeds) - 1) + [1250 if late else 0]
         model = build_model(config["model"])
-
-        def evaluate(weights, step=0):
-            diloco.set_tensors(diloco.swarm_tensors(model), weights)
-            return val_loss(model, config)
-        values = []             # of each round
-
-        def watch(weights, step):
-            values.append(evaluate(weights))
         with contextlib.redirect_stdout(None):
-            master, _ = simulate(config, speeds, joins=joins, evaluate=watch if late else None,
-                                 **world)
-        more = (f"{master.state.outer_step} rounds, "
-                f"{sum(b.steps for b in master.state.nodes.values())} steps")
-        if late:        # what its first delta did, against the rounds before
-            rounds = [line for line in history_of(master.transport) if line.get("merged")]
-            first = next(i for i, r in enumerate(rounds)
-                         if any(m["node"] == f"n{len(speeds) - 1}" for m in r["merged"]))
-            moved = [round(b - a, 4)
-                     for a, b in zip(values[first - 11:], values[first - 10:first + 11])]
-            more += f"; change of the loss by ten rounds, {moved[:10]}, by its first " \
-                    f"delta's, {moved[10]}, by ten more, {moved[11:]}"
-        say(what, evaluate(master.weights), began, more)
+            master, _ = simulate(config, speeds, joins=joins, **world)
+        diloco.set_tensors(diloco.swarm_tensors(model), master.weights)
+        say(what, val_loss(model, config), began,
+            f"{master.state.outer_step} rounds, "
+            f"{sum(entry.steps for entry in master.state.nodes.values())} steps")
     size = load_config([*STUDY, *flags])["data"]["target_batch_size"]
     batch = f"--target-batch-size={nodes * size}"
-    for what, extra in (("data parallel", [batch]),
-                        ("data parallel, Muon", [batch, "--optimizer.name=muon"]),
-                        ("one node alone", [])):
+    for what, extra in (("data parallel", [batch]), ("one node alone", [])):
         if only in ("", what):
             one_machine(what, *extra)
     for what, (extra, world) in ROWS.items():
