@@ -1,7 +1,8 @@
 """
 All tests, in the order of the files, and the study of the README.
 
-    python -m pytest -q test_all.py
+    python test_all.py                          # on all cores
+    python -m pytest -q test_all.py -k WORD     # those of a topic
 
 No network, no GPU, nothing left behind. They test laws (a resumed run is the run, a permutation
 permutes), and what concerns processes is tested with processes.
@@ -39,6 +40,7 @@ import tracemalloc
 import types
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -5404,7 +5406,7 @@ def test_a_swarm_of_killed_processes_keeps_its_books(tmp_path):
 def test_a_swarm_learns_more_than_one_machine_alone_and_ends_cleanly(tmp_path, monkeypatch, capfd):
     """The demo of the README: three terminals, the default folder."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--config=smoke", "--max-steps=160", "--eval-every=80", "--device=cpu"]
+    flags = ["--config=smoke", "--max-steps=240", "--eval-every=120", "--device=cpu"]
     workers = [start_worker(name, tmp_path) for name in "ab"]
     _, alone = train_main(capfd, *flags, "--name=alone")
     alone = float(re.findall(r"val ([\d.]+)", alone)[-1])
@@ -5987,8 +5989,39 @@ def measure(name: str, flags: list, server, cwd: Path) -> dict:
                 float(s) for s in re.findall(r"round.* ([\d.]+) s\n", log.read_text())[:2]]}
 
 
-if __name__ == "__main__":  # python test_all.py bench, size, hub, crowd, [clock] NODES SEED [a row]
-    if sys.argv[1:] == ["hub"]:
+# ---- python test_all.py: the tests, on all cores
+
+
+class Share:
+    """A plugin of pytest: every n-th test, from the i-th on."""
+
+    def __init__(self, i: int, n: int):
+        self.i, self.n = i, n
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = items[self.i::self.n]
+
+
+def run_tests() -> int:
+    """All tests, dealt out to a process a core; what each of them prints comes at its end. Returns
+    the exit status."""
+    n = min(4, os.cpu_count() or 1)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    shares = [subprocess.Popen([sys.executable, __file__, "share", str(i), str(n)], env=env,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+              for i in range(n)]
+    with ThreadPoolExecutor(n) as pool:
+        for out, _ in pool.map(subprocess.Popen.communicate, shares):
+            print(out, end="", flush=True)
+    return max(abs(share.returncode) for share in shares)
+
+
+if __name__ == "__main__":  # bench, size, hub, crowd, [clock] NODES SEED [a row]; else the tests
+    if not sys.argv[1:]:
+        sys.exit(run_tests())
+    elif sys.argv[1] == "share":
+        sys.exit(pytest.main(["-q", __file__], [Share(int(sys.argv[2]), int(sys.argv[3]))]))
+    elif sys.argv[1:] == ["hub"]:
         real_run()
     elif sys.argv[1:] == ["size"]:
         size()
