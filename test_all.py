@@ -5545,7 +5545,7 @@ def study(nodes: int, seed: int, only: str = "", *flags: str):
     What is known, as validation loss or as the excess over data parallel. 2026-11 is the protocol
     before: it published the whole model each round, and each node ended by itself.
 
-    2026-12  4 nodes, int4, seed 1, as it is (2026-11): 1.3459 (1.3480)
+    2026-12  4 nodes, int4, seeds 1, 2, as it is (2026-11): 1.3459 1.3759 (1.3480 1.3815)
     2026-12  that, before loops by time, seeds 1, 2 (2026-11): 1.3644 1.3932 (1.3480 1.3815)
     2026-12  4 nodes, int2, seeds 1, 2 (2026-11): 1.3658 1.3721 (1.3499 1.3643)
     2026-12  4 nodes, seed 11, 1,000 steps, about 1,350 s; data parallel 1.4949
