@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import threading
 
 # section -> key -> (default, what --help says of it)
 SETTINGS = dict(
@@ -417,11 +418,17 @@ def leave_on_signals():
 
 
 def end(message: str | None):
-    """Print what went wrong, if anything, and leave with status 2."""
+    """Print what went wrong, if anything, and leave: with status 2 then, else 0."""
     if message:
         with contextlib.suppress(OSError):      # nobody may be listening
             print(message, file=sys.stderr, flush=True)
-        sys.exit(2)
+    if threading.active_count() > 1:
+        # keep: an upload or an evaluation may be under way. When Python ends under a thread that is
+        # inside of torch, C++ aborts the process
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        os._exit(2 if message else 0)
+    sys.exit(2 if message else 0)
 
 # ---- cross-checks
 

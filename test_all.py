@@ -5450,6 +5450,23 @@ def test_a_worker_started_again_keeps_the_flags_of_its_first_start(tmp_path, mon
     assert config["run"]["max_steps"] == 10 and config["distributed"]["inner_steps"] == 10
 
 
+@pytest.mark.parametrize("message, status", [("None", 0), ("'no such hub'", 2)])
+def test_a_program_ends_well_while_a_job_is_inside_of_torch(message, status):
+    code = f"""
+import time, torch, config, diloco
+def work():
+    while True:
+        diloco.decode(diloco.encode({{"w": torch.randn(300, 300)}}, "int4"), {{"w": (300, 300)}})
+diloco.Job(work)
+time.sleep(0.3)
+print("the end")
+config.end({message})"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True,
+                          timeout=240)
+    assert (done.returncode, done.stdout) == (status, "the end\n"), done.stderr
+    assert done.stderr == ("no such hub\n" if status else "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_worker_that_waits_and_one_that_trains(tmp_path, number):
     worker, log = start_worker("a", tmp_path), tmp_path / "a.log"
