@@ -2345,8 +2345,8 @@ class MasterOuterLoop:
                 waiting, strange = self.waiting()
                 if self.over(waiting):
                     return self.end()
-                if not waiting and self.left_alone():
-                    self.publish(dataclasses.replace(copy.deepcopy(self.state), finished=True), {})
+                if not waiting:
+                    self.end_without_the_silent()
                 due = self.due({delta.node for delta in waiting})
                 if may_commit(self.settings, self.transport, self.state, self.state.commits):
                     if due or strange and not waiting:
@@ -2369,16 +2369,16 @@ class MasterOuterLoop:
         grace = max(60.0, 2 * self.round_timeout()) if self.active() else 0.0
         return not waiting and time.time() - self.state.published >= grace
 
-    def left_alone(self) -> bool:
-        """Whether nothing more is to come, though the swarm has not finished: some nodes have ended
-        their run, and the others have been silent for many times a round."""
+    def end_without_the_silent(self):
+        """Publish the end of a swarm of which some nodes have ended their run, and the others have
+        been silent for many times a round."""
         patience = max(120.0, 5 * self.round_timeout())
         if (self.state.finished or not any(entry.final for entry in self.state.nodes.values())
                 or time.time() - self.state.published < patience):
-            return False
+            return
         self.log(f"notice   nothing has come from {', '.join(sorted(self.active()))[:60]} for "
                  f"{patience:.0f} s, and the others have ended: the swarm ends without")
-        return True
+        self.publish(dataclasses.replace(copy.deepcopy(self.state), finished=True), {})
 
     def end(self):
         """The last keyframe, with the validation loss of it."""
@@ -2672,8 +2672,8 @@ def upload(transport, delta: Delta, file: Path, me: Identity, tried: list):
 
 
 def fetch_own(transport, path: str, tag: str, file: Path, shapes: dict) -> Delta | None:
-    """The delta that waits under a path of this node; None if that is none. Raises Unavailable if
-    it has been merged just now."""
+    """Read a delta of this node that waits on the hub. Returns None if the file is damaged. Raises
+    Unavailable if it is no longer there, because the master has just merged it."""
     try:
         transport.fetch(path, None, file, tag)
         return Delta.open(file, shapes)
@@ -3059,14 +3059,14 @@ class DumbDiLoCo:
             self.arrived(trainer, delta, delta)
 
     def share_that_stays(self, trainer) -> float:
-        """The share of the prediction error that the weights do not follow.
+        """How much of the prediction error stays in the weights, 0 to 1.
 
-        Delay compensation: the steps since the newest merged delta started from a PREDICTED global
-        model. They have corrected what is steep in the error already, and would do so once more
-        after the whole way; what is flat cancels among the nodes. After delays of 0.17, 0.44 and
-        0.77 inner loops the best shares were 0, 0.3 to 0.6, and 0.5 to 0.75. Early in a run long
-        loops take the nodes far apart: to follow matters more there, and the share grows with the
-        outer momentum.
+        Delay compensation. The steps since the newest merged delta started from a PREDICTED global
+        model. Along steep directions of the loss they have corrected its error already: to remove
+        the whole error would correct it twice. Along flat ones the errors of the nodes cancel.
+        After delays of 0.17, 0.44 and 0.77 inner loops the best shares were 0, 0.3 to 0.6, and 0.5
+        to 0.75. Early in a run, long loops take the nodes far apart, and less may stay: the share
+        grows with the outer momentum.
         """
         inner_steps = self.settings["inner_steps"]
         merged = max(self.me.merged_step(self.state), self.first_step)

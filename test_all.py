@@ -2832,7 +2832,8 @@ class Later:
 
 
 class Node(diloco.PlainTrainer):
-    """A trainer and its DumbDiLoCo, without threads: the test says what is sent and seen when."""
+    """A trainer with its DumbDiLoCo. Without threads, nothing is sent or received until the test
+    calls for it."""
     make = Net
 
     def __init__(self, transport, name="a", saved=None, threads=False, **settings):
@@ -4617,13 +4618,15 @@ def test_a_node_that_is_gone_for_good_does_not_keep_the_swarm_from_its_end(folde
     for node in (a, b):
         node.send(4)
     master.sync_once()
-    assert not master.left_alone(), "all are at work"
+    master.end_without_the_silent()
+    assert not master.state.finished, "all are at work"
     a.see()
     a.train(4)
     a.node.push(a, last=True)
     a.upload()
     master.sync_once()
-    assert master.state.nodes["a"].final and not master.left_alone(), "b has just been here"
+    master.end_without_the_silent()
+    assert master.state.nodes["a"].final and not master.state.finished, "b has just been here"
     clock = itertools.count(time.time() + 1e4, 100)
     monkeypatch.setattr(time, "time", lambda: next(clock))
     master.run()
