@@ -2401,9 +2401,13 @@ class MasterOuterLoop:
         val = f", validation loss {state.val[-1][2]:.4f}" if state.val else ""
         self.log(f"finished the swarm is at outer step {state.outer_step}, step {state.progress}"
                  f"{val}")
-        self.log(f"finished the model: python master.py --hub={self.settings['hub']} --export=DIR")
-        self.log("finished a sample: python -c \"from transformers import pipeline; "
-                 "print(pipeline('text-generation', 'DIR')('def '))\"")
+        hub = self.settings["hub"]
+        if "config.json" in self.files:
+            self.log(f"finished the model: python master.py --hub={hub} --export=DIR")
+            self.log("finished a sample: python -c \"from transformers import pipeline; "
+                     "print(pipeline('text-generation', 'DIR')('def '))\"")
+        else:
+            self.log(f"finished the model: diloco.load_global(diloco.open_hub({hub!r}))[1]")
 
 # ---- the worker
 

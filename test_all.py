@@ -2562,6 +2562,7 @@ def test_the_commands_and_the_code_of_the_readme(tmp_path, monkeypatch, capfd):
         assert done.returncode == 0 and done.stdout and not done.stderr, (code, done.stderr)
     state, _ = diloco.load_global(diloco.open_hub(str(tmp_path / "runs/plain")))
     assert state.finished and state.curve[-1][2] < state.curve[0][2] / 1.5, "a plain loop learns"
+    assert "load_global(diloco.open_hub('./runs/plain'))" in done.stdout, "no family for --export"
     assert (state.nodes["a"].steps, state.nodes["a"].lost) == (400, 0)
     monkeypatch.chdir(tmp_path)
     put(tmp_path, dict.fromkeys(("train.bin", "val.bin"), np.arange(5000, dtype="<u2").tobytes()))
