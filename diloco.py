@@ -116,7 +116,7 @@ class NoRepository(Refused):
 
 
 class Replay(ValueError):
-    """A delta that is merged already: its deletion has failed, or somebody has put it back."""
+    """A delta that was merged before: its deletion failed, or somebody put it back."""
 
 
 class Superseded(Refused):
@@ -124,7 +124,7 @@ class Superseded(Refused):
 
 
 def complete(settings: dict | None) -> dict:
-    """The settings with the defaults for what is not given. Raises ValueError for a bad one."""
+    """Fill in the defaults. Raises ValueError for a bad setting."""
     settings = {**DEFAULTS, **(settings or {})}
     for key, value in settings.items():
         if key not in DEFAULTS:
@@ -145,7 +145,7 @@ def complete(settings: dict | None) -> dict:
 
 
 def write_line(line: str):
-    """Print a line. A terminal that lacks a letter, or is gone, ends no work."""
+    """Print a line. A terminal that is gone, or cannot show a letter, must not end the work."""
     try:
         print(line, flush=True)
     except UnicodeEncodeError:
@@ -246,7 +246,7 @@ def encode_piece(stored: dict, name: str, rows, values, shape):
 
 
 def decode_piece(stored: dict, name: str, rows, shape):
-    """What every reader makes of a stored piece: fp32, the same on each machine."""
+    """Decode a piece to fp32, to the same bits on every machine."""
     bits = bits_of(stored, name)
     if not bits:
         return stored[name][rows].to(torch.float32, copy=True)
@@ -460,8 +460,8 @@ def read_header(kind, header: dict, **others):
 # | squash()                             | forgets the history                                  |
 #
 # A commit is made whole or not at all. With `expect` it raises Conflict if that is not the head.
-# With a bucket that is true of the repository; objects of the global model are there before, and
-# nobody looks at them until a state names them.
+# With a bucket this holds for the repository alone. Objects are written before the commit, and
+# nobody reads them until a state names them.
 # A tag is a hash of the content: sha256, or git's sha1. fetch checks it. Version None: the newest.
 # All verbs raise Unavailable for what can pass and Refused for what cannot.
 
@@ -624,8 +624,8 @@ class FolderTransport:
         if not index.version and os.path.lexists(self.index):
             write_line(f"notice   {self.index} cannot be read: going on with the files that are "
                        f"there")
-        # keep: first this. Until its files are shown, a commit that was cut off looks like a change
-        # by hand that takes it back
+        # keep: this comes first. Until its files are shown, an interrupted commit looks like a
+        # change by hand that undoes it
         if index.stale:
             return self.show(index)
         found = self.by_hand(index)
@@ -660,7 +660,7 @@ class FolderTransport:
                     yield path
 
     def by_hand(self, index: Index) -> Index:
-        """The version that people have made of this one, by what they did to the visible files."""
+        """This version, or a new one if people have changed the visible files."""
         files = {}
         for path in self.visible(index.files):
             with contextlib.suppress(FileNotFoundError):    # it may go while it is looked at
@@ -671,12 +671,12 @@ class FolderTransport:
         found = Index(index.version, files, index.stale)
         if found.hashes() == index.hashes():
             return found            # touched or copied, but not changed: the same version
-        # without an index, versions go on beyond those that one may have had
+        # without an index: a number above any that it may have had
         newest = max((entry.mtime for entry in files.values()), default=0)
         return Index(index.version + 1 if index.version else int(newest), files)
 
     def show(self, index: Index) -> Index:
-        """Bring the visible files up to date. Returns the index that says so."""
+        """Bring the visible files up to date. Returns the index without stale paths."""
         for path in set(index.stale) - index.files.keys():
             self.make_way(path)
             (self.root / path).unlink(missing_ok=True)
@@ -687,8 +687,8 @@ class FolderTransport:
     # writing: a file is made whole in .hub, and then moved to its place
 
     def make_way(self, path: str):
-        """Move aside what keeps a file from its place, so that it blocks nobody: no folder where
-        one has to be, or something else than a file in its place."""
+        """Move aside what stands in a file's way: a file where a folder has to be, or anything but
+        a file at its path."""
         parts = path.split("/")
         for i in range(len(parts)):
             place, last = self.root.joinpath(*parts[:i + 1]), i + 1 == len(parts)
@@ -791,7 +791,7 @@ def object_name(path: str, digest: str) -> str:
 
 
 def path_of(name: str) -> tuple[str, str]:
-    """(path, hash) of an object. The hash is empty for what others have put there."""
+    """(path, hash) of an object. The hash is empty for an object that is not ours."""
     match = re.fullmatch(r"(.+)\.([0-9a-f]{64})(\.[^./]*)?", name)
     return (match[1] + (match[3] or ""), match[2]) if match else (name, "")
 
@@ -979,7 +979,7 @@ class HubTransport:
         return version, content
 
     def learn(self, content: bytes):
-        """Take the bucket and its objects from a state. A damaged one is for others to refuse."""
+        """Take the names of the bucket and its objects from a state; a damaged one says nothing."""
         try:
             state = parse_state(content)
         except Refused:
@@ -1011,7 +1011,7 @@ class HubTransport:
         return found + self.bucket_list(prefix) if self.bucket else found
 
     def commit(self, add: dict, delete=(), expect=None, message="update") -> str:
-        """What goes to the bucket alone makes no version."""
+        """Files for the bucket alone make no new version."""
         self.bucket_put({path: content for path, content in add.items() if self.holds(path)})
         files = {path: content for path, content in add.items() if not self.holds(path)}
         deletions = [path for path in delete if not self.holds(path)]
@@ -1061,8 +1061,8 @@ class HubTransport:
 
     def bucket_delete(self, paths, sweep: bool):
         """Delete these. With `sweep`, also the objects of the global model that the state does not
-        name; but none that came after the last listing, because it may be of a coming state. Best
-        effort: whoever sees next what is left deletes it."""
+        name; but none that came after the last listing, because a coming state may name it. What
+        is left over is deleted by whoever sees it next."""
         dead = [name for name, path in self.seen.items() if path in paths
                 or sweep and path.startswith("global/") and name not in self.named]
         if dead and self.bucket:
@@ -1098,7 +1098,7 @@ class HubTransport:
             if path in [there for there, _, _ in self.repo_list(os.path.dirname(path), version)]:
                 raise Unavailable(f"{self.repo}: {path} is there and was not found") from None
             return version, None
-        # a large file comes from elsewhere, and the first answer has what the Hub says of it
+        # a large file comes from a second server; the Hub's own headers are in the first answer
         first = next((a for a in answer.history if "X-Repo-Commit" in a.headers), answer)
         tag = first.headers.get("X-Linked-ETag") or first.headers.get("ETag", "")
         whole = matches_hash(answer.content, tag.removeprefix("W/").strip('"'))
@@ -1238,9 +1238,9 @@ class NodeState:
     norm: float = 0.0           # of its newest delta, after scaling
     outer_step: int = 0         # the last round it contributed to
     base_outer_step: int = 0    # the global model its newest delta started from
-    seconds: float = 0.0        # of its last inner loop, as it says
+    seconds: float = 0.0        # of its last inner loop, by its own clock
     pace: float = 0.0           # seconds of a step in that loop
-    waited: float = 0.0         # seconds that its newest delta was there before the round's last
+    waited: float = 0.0         # seconds that its newest delta waited for the last of a round
     final: bool = False         # it has ended its run
     last_seen: float = 0.0      # when the master had its newest delta, Unix time
     above: int = 0              # deltas in a row whose loss was far above the swarm's
@@ -1261,7 +1261,7 @@ class SwarmState:
     progress: int = 0           # mean local step of the nodes: where a joining node begins
     momentum: float = 0.0       # mu of the coming round
     outer_lr: float = 0.7       # of the coming round
-    part: float = 1.0           # of the nodes that contributed, a mean over the newest rounds
+    part: float = 1.0           # part of the nodes that contribute, mean of the newest rounds
     finished: bool = False      # the nodes send what they have, and end
     master: str = ""            # changes when another master takes over
     published: float = 0.0      # Unix time at the master
@@ -1370,8 +1370,8 @@ def fold(update: Update, name: str, rows, weight, buf):
 
 @dataclass
 class Arrival:
-    """A newer global model, fetched and checked: what leads there from the one before, or from a
-    keyframe."""
+    """The files of a newer global model, fetched and checked: the updates since the one before, or
+    a keyframe and the updates after it."""
     version: str
     state: SwarmState
     keyframe: dict = None       # weights, mapped; None if the updates lead there
@@ -1416,7 +1416,7 @@ def read_state(transport, failed=tell, stopped=never) -> tuple:
 
 
 def updates_after(outer_step: int, state: SwarmState):
-    """The names of the updates that lead from there to `state`; as few as are asked for."""
+    """The names of the updates from outer_step to `state`, one by one."""
     return map(UPDATE.format, range(outer_step + 1, state.outer_step + 1))
 
 
@@ -1469,7 +1469,7 @@ def load_global(transport) -> tuple:
 
 
 def workspace() -> tempfile.TemporaryDirectory:
-    """A folder that goes when its process does; what killed processes have left goes now."""
+    """A temporary folder for this process. Those that killed processes have left go now."""
     prefix = ".dumbdiloco_work_"
     for old in Path(tempfile.gettempdir()).glob(prefix + "*"):
         with contextlib.suppress(OSError, Timeout):
@@ -1500,14 +1500,14 @@ class Job:
 
 
 def mean_progress(steps) -> float:
-    """The clock of a swarm: the mean local step of its nodes, but for those not half as far as the
-    first."""
+    """The clock of a swarm: the mean local step of its nodes. One that is not half as far as the
+    first does not count."""
     return statistics.mean(s for s in steps if 2 * s >= max(steps)) if steps else 0.0
 
 
 def rounds_left(settings: dict, state: SwarmState) -> float:
-    """Outer rounds until the swarm ends, as far as one can tell. The synchronous algorithm stays as
-    published: there it is infinite."""
+    """Outer rounds until the swarm ends. Infinite if nobody knows, and with `wait`: the synchronous
+    algorithm stays as published."""
     target = target_of(state.config)
     if not target or settings["wait"]:
         return math.inf
@@ -1665,9 +1665,9 @@ def note_delta(entry: NodeState, delta: Delta):
 
 
 def judge_loss(state: SwarmState, delta: Delta, entry: NodeState, earlier: float | None):
-    """Leave out a node whose training loss stays far above that of the others; not one that only
-    lags behind, whose loss falls from the `earlier` one. Raises ValueError, with a second argument:
-    the node starts again from the global model."""
+    """Leave out a node whose training loss stays far above that of the others. One whose loss falls
+    from the `earlier` one only lags behind, and stays in. Raises ValueError, with a second argument: the
+    node starts again from the global model."""
     at_work = active_nodes(state.nodes, state.outer_step) - {delta.node_id}
     others = [state.nodes[node].loss for node in at_work if state.nodes[node].above == 0]
     usual = statistics.median_low([loss for loss in others if loss is not None] or [delta.loss])
@@ -1684,7 +1684,7 @@ def judge_loss(state: SwarmState, delta: Delta, entry: NodeState, earlier: float
 
 
 def note_refusal(state: SwarmState, node: str, local_step: int, reason: str, restart: bool):
-    """For a node that is known, to be told; what strangers send is not kept."""
+    """Record a refusal, for the node to read. Those of unknown nodes are not kept."""
     entry = state.nodes.get(node)
     if entry:
         entry.refusals += 1
@@ -1738,8 +1738,8 @@ def note_round(state: SwarmState, deltas: list, line: dict):
 
 
 def has_finished(state: SwarmState, settings: dict) -> bool:
-    """Whether the run has come to its end: the outer steps, the nodes' mean progress, or every node
-    has."""
+    """Whether the run is over: by its outer steps, by the mean progress of the nodes, or because
+    every node has ended."""
     if 0 < settings["max_outer_steps"] <= state.outer_step:
         return True
     target, there = target_of(state.config), members(state.nodes, state.outer_step)
@@ -1752,8 +1752,8 @@ def has_finished(state: SwarmState, settings: dict) -> bool:
 
 
 def advice(settings: dict, rounds: list):
-    """Yields (topic, text) of what is known to go badly in the newest rounds, lines of the history,
-    and the setting that helps."""
+    """Yields (topic, text) for what is known to hurt, and the setting that helps. `rounds`: the
+    newest lines of the history."""
     inner_steps, merged = settings["inner_steps"], [line["merged"] for line in rounds]
     if inner_steps <= 10 and settings["outer_momentum"] >= 0.9:
         yield "short", (f"an outer momentum of {settings['outer_momentum']} over inner loops of "
@@ -1870,7 +1870,7 @@ class Repository:
         self.own = [*self.own[-7:], hashlib.sha256(content).hexdigest()]
 
     def must_be_ours(self, there):
-        """Raises what it means if the state there is not the newest of ours."""
+        """Raises Superseded if another master has published `there`, Unavailable if it is old."""
         if there == self.content or there is None:
             return
         if hashlib.sha256(there).hexdigest() in self.own[:-1]:          # a cache may lag behind
@@ -2031,7 +2031,7 @@ class MasterOuterLoop:
         self.history = self.transport.read(segment, arrival.version)[1] or b""
 
     def announce(self, old: dict, new: dict):
-        """Say which settings of the run are others now. Raises Refused for those of the model."""
+        """Log the settings of the run that have changed. Raises Refused for those of the model."""
         for section, key, before, now in changes(old, new):
             if section == "model":
                 raise Refused(f"model.{key}={now}: the model of this hub has {before}; leave the "
@@ -2160,14 +2160,14 @@ class MasterOuterLoop:
     # publication
 
     def write(self, file: Path, tensors: dict, header: dict) -> dict:
-        """Write a file of the global model. What the state says of it."""
+        """Write a file of the global model. Returns its entry in the state."""
         def attempt():
             file.unlink(missing_ok=True)        # tensors may be mapped from the old one
             return save(tensors, file, header)
         return self.patiently(attempt)
 
     def write_keyframe(self, state: SwarmState, exact: bool) -> dict:
-        """{path: file} of the whole model as it is now, put down in `state`. The momentum is bf16,
+        """{path: file} of the whole model as it is now, recorded in `state`. The momentum is bf16,
         as the last update has rounded it; exact: fp32, where none has."""
         momentum = self.momentum
         if self.settings["codec"] != "fp32" and not exact:
@@ -2265,7 +2265,7 @@ class MasterOuterLoop:
 
     def round_timeout(self) -> float:
         """Seconds that a round waits after its first delta: two inner loops of the lower median, so
-        that the pause of one node is not everybody's. The first round waits for nodes that began at
+        that one slow node does not hold up all. The first round waits 1 s, for nodes that began at
         the same time."""
         if not self.active():
             return 1.0
@@ -2285,7 +2285,7 @@ class MasterOuterLoop:
     # evaluation, in the background
 
     def begin_evaluation(self, step: int):
-        """Start it if it is time for one and none is under way: no round waits for it."""
+        """Start an evaluation if one is due and none is under way. No round waits for it."""
         if self.evaluate and self.evaluation is None:
             work = self.evaluate(self.weights, step)
             if work:
@@ -2361,7 +2361,7 @@ class MasterOuterLoop:
                      f"{self.state.outer_step} may not be there; start it again to see")
 
     def over(self, waiting: list) -> bool:
-        """Whether the swarm has finished and the last deltas have come, as far as they do."""
+        """Whether the swarm has finished, and no more deltas are to come."""
         if not self.state.finished:
             return False
         if 0 < self.settings["max_outer_steps"] <= self.state.outer_step:
@@ -2381,7 +2381,7 @@ class MasterOuterLoop:
         self.publish(dataclasses.replace(copy.deepcopy(self.state), finished=True), {})
 
     def end(self):
-        """The last keyframe, with the validation loss of it."""
+        """Publish the last keyframe with its validation loss, and say where the model is."""
         state = copy.deepcopy(self.state)
         line = {"event": "end", "outer_step": state.outer_step, "time": time.time()}
         self.take_value(state, line, patient=True)
@@ -2487,8 +2487,8 @@ class LocalModel:
     G and momentum are the global model installed last. In flight are the deltas that G does not
     contain yet. The remainder is what was learned since, and what the codec has rounded away: it
     goes out with the next delta. `ahead` is 0, or outer_lr * mu**2 while deltas are in flight: the
-    weights are then where the momentum will have carried G, the point from which Nesterov's
-    gradient is taken, seen from here. Memory: 8 bytes a parameter; the deltas are mapped files.
+    weights then stand where the momentum will carry G, the point at which Nesterov's method takes
+    the gradient. Memory: 8 bytes a parameter; the deltas are mapped files.
     """
 
     def __init__(self, model):
@@ -2911,7 +2911,7 @@ class DumbDiLoCo:
 
     def ahead(self) -> float:
         """How far the weights go ahead of G while a delta is in flight: the coming outer step,
-        outer_lr * (g + f * mu * (mu**f * buf + g)), but for its g."""
+        outer_lr * (g + f * mu * (mu**f * buf + g)), without its g."""
         # keep: f. Where few nodes contribute, G moves by less than the momentum says. A worker that
         # ran ahead as if all did would send the difference as work, and the swarm diverged.
         mu, f = self.state.momentum, self.state.part
@@ -2935,7 +2935,7 @@ class DumbDiLoCo:
         """Train one longer inner loop if the newest merged delta was on the hub too early: it has
         waited for those of others, and got old."""
         entry = self.state.nodes.get(self.node_id, NodeState())
-        # keep: what went out before a longer loop has waited as long; it counts once
+        # keep: deltas sent before a longer loop have waited, too; they must not make another longer
         if self.settings["wait"] or entry.local_step < self.in_step_from or not entry.pace:
             return
         self.longer = round(min(entry.waited / entry.pace, self.loop_steps() / 2))
