@@ -6,9 +6,9 @@ DumbDiLoCo: many machines train one model with nothing between them but a reposi
     Trainer(model, config, data, coordinator=DumbDiLoCo(hub, "a", settings)).train()   # each node
 
 The algorithm (DiLoCo, Douillard et al. 2023, made asynchronous):
-  1. A worker trains an inner loop: `inner_steps` optimizer steps at the median pace of the nodes,
-     and for the same time at another. Then it uploads its pseudo-gradient, baseline - current
-     weights, and trains on. Its baseline moves by what it has sent.
+  1. A worker trains an inner loop: `inner_steps` optimizer steps, more on a fast node and fewer on
+     a slow one, so that all loops last as long. Then it uploads its pseudo-gradient, baseline -
+     current weights, and trains on. Its baseline moves by what it has sent.
   2. The master adds up the deltas of each node, averages over the nodes and takes one Nesterov
      step. It publishes what the step changed, and deletes what it has merged, in ONE commit.
   3. A worker that sees a newer global model moves to it. It keeps all it has learned that this
@@ -1170,7 +1170,7 @@ def open_hub(name: str, create=False, private=True, bucket=""):
 
 @dataclass
 class Delta:
-    """A pseudo-gradient on its way. The worker writes it; every field but the last four is in the
+    """A pseudo-gradient on its way. The worker writes it; every field but the last five is in the
     header of its file."""
     run_id: str                 # of the swarm
     node_id: str
@@ -1189,20 +1189,21 @@ class Delta:
     shapes: dict = None         # of the tensors
     stored: dict = None         # the coded tensors, mapped from the file once that is written
     bytes: int = 0              # of the file
+    norm: float = 0.0           # Euclidean, set by the master
     scale: float = 1.0          # set by the master, below 1 for an outsized delta
 
     def __post_init__(self):
         self.lineage = self.lineage or self.incarnation
 
     def header(self) -> dict:
-        names = [item.name for item in dataclasses.fields(self)][:-4]
+        names = [item.name for item in dataclasses.fields(self)][:-5]
         return {name: str(getattr(self, name)) for name in names}
 
     @classmethod
     def open(cls, file: Path, shapes: dict):
         """The delta in a file. Raises ValueError with the reason if there is none."""
         header, stored = open_coded(file, shapes)
-        return read_header(cls, header, shapes=shapes, stored=stored, scale=1.0,
+        return read_header(cls, header, shapes=shapes, stored=stored, norm=0.0, scale=1.0,
                            bytes=os.path.getsize(file))
 
     def piece(self, name: str, rows):
@@ -1235,7 +1236,7 @@ class NodeState:
     gaps: list[tuple[int, int]] = field(default_factory=list)   # after, up to: lost, may come again
     tokens: int = 0             # merged
     loss: float = None          # training loss of its newest delta
-    norm: float = 0.0           # of its newest delta, after scaling
+    norm: float = 0.0           # of its newest delta, scaled, as of a whole inner loop
     outer_step: int = 0         # the last round it contributed to
     base_outer_step: int = 0    # the global model its newest delta started from
     seconds: float = 0.0        # of its last inner loop, by its own clock
@@ -1627,7 +1628,7 @@ def check_delta(state: SwarmState, settings: dict, delta: Delta, there):
         raise ValueError(f"step {delta.local_step} is beyond the end of the run")
 
 
-def book(state: SwarmState, delta: Delta, norm: float):
+def book(state: SwarmState, delta: Delta):
     """Record a delta that is to be merged. Raises ValueError with the reason to refuse it: its
     steps are then recorded as lost, where they are known."""
     entry = state.nodes.setdefault(delta.node_id, NodeState(last_seen=time.time()))
@@ -1647,7 +1648,7 @@ def book(state: SwarmState, delta: Delta, norm: float):
     note_delta(entry, delta)
     if gap < 0:
         raise ValueError(f"of {delta.steps} steps, {-gap} of which are not new")
-    if not norm < math.inf:
+    if not delta.norm < math.inf:
         raise ValueError("it holds numbers that are not finite")
     judge_loss(state, delta, entry, earlier)
     again = min(delta.again, entry.lost - delta.steps)      # reported lost before
@@ -1665,9 +1666,9 @@ def note_delta(entry: NodeState, delta: Delta):
 
 
 def judge_loss(state: SwarmState, delta: Delta, entry: NodeState, earlier: float | None):
-    """Leave out a node whose training loss stays far above that of the others. One whose loss falls
-    from the `earlier` one only lags behind, and stays in. Raises ValueError, with a second argument: the
-    node starts again from the global model."""
+    """Leave out a node whose training loss stays far above that of the others. One whose loss has
+    fallen since the `earlier` one only lags behind, and stays in. Raises ValueError, with a second
+    argument: the node starts again from the global model."""
     at_work = active_nodes(state.nodes, state.outer_step) - {delta.node_id}
     others = [state.nodes[node].loss for node in at_work if state.nodes[node].above == 0]
     usual = statistics.median_low([loss for loss in others if loss is not None] or [delta.loss])
@@ -1693,18 +1694,26 @@ def note_refusal(state: SwarmState, node: str, local_step: int, reason: str, res
         entry.refused = [*entry.refused[-19:], refusal]
 
 
-def limit_norms(state: SwarmState, ratio: float, deltas: list, norms: list, most: float):
-    """Scale outsized deltas down: to `ratio` medians of the NODES' norms, so that no node decides
-    for all, and never above `most`, the norm of the global weights."""
+def limit_norms(state: SwarmState, settings: dict, deltas: list, most: float):
+    """Scale outsized deltas down: to max_norm_ratio medians of the NODES' norms, so that no node
+    decides for all, and never above `most`, the norm of the global weights.
+
+    A node's norm is that of its newest delta; one of a shorter loop counts as if it had grown with
+    the steps up to inner_steps. Else the first whole loop after a short one would look outsized.
+    """
+    def of_a_loop(delta):
+        return delta.norm * max(1.0, settings["inner_steps"] / max(1, delta.steps))
     latest = {node: entry.norm for node, entry in state.nodes.items() if entry.norm}
-    for delta, norm in zip(deltas, norms):
-        latest.setdefault(delta.node_id, norm)
+    for delta in deltas:
+        latest.setdefault(delta.node_id, of_a_loop(delta))
     limit = math.inf
-    if ratio and latest:
-        limit = min(ratio * statistics.median_low(latest.values()), most or math.inf)
-    for delta, norm in zip(deltas, norms):
-        delta.scale = min(1.0, limit / norm) if norm else 1.0
-        state.nodes[delta.node_id].norm = min(norm, limit)
+    if settings["max_norm_ratio"] and latest:
+        usual = statistics.median_low(latest.values())
+        limit = min(settings["max_norm_ratio"] * usual, most or math.inf)
+    for delta in deltas:
+        delta.scale = min(1.0, limit / delta.norm) if delta.norm else 1.0
+        delta.norm *= delta.scale
+        state.nodes[delta.node_id].norm = min(of_a_loop(delta), limit)
 
 
 def forget_nodes(state: SwarmState, waiting: set):
@@ -1730,7 +1739,7 @@ def note_round(state: SwarmState, deltas: list, line: dict):
     line["merged"] = [
         {"node": d.node_id, "local_step": d.local_step, "base_outer_step": d.base_outer_step,
          "steps": d.steps + d.again, "tokens": d.tokens, "loss": d.loss,
-         "norm": state.nodes[d.node_id].norm} for d in deltas]
+         "norm": d.norm} for d in deltas]
     loss = statistics.mean(delta.loss for delta in deltas)
     state.curve.append([state.outer_step, state.progress, loss, line["norm"], ",".join(nodes)[:40]])
     if len(state.curve) > 400:              # half as fine: the state stays small
@@ -1759,12 +1768,13 @@ def advice(settings: dict, rounds: list):
         yield "short", (f"an outer momentum of {settings['outer_momentum']} over inner loops of "
                         f"{inner_steps} steps overshoots: raise --inner-steps, or lower "
                         f"--outer-momentum to 0.6")
-    age = statistics.median(rounds[-1]["outer_step"] - 1 - m["base_outer_step"] for m in merged[-1])
+    if len(rounds) < 5:     # the first loops are short
+        return
+    age = statistics.median(line["outer_step"] - 1 - m["base_outer_step"]
+                            for line in rounds for m in line["merged"])
     if age >= 3:
         yield "stale", ("deltas come three and more rounds late: raise --inner-steps, so that an "
                         "inner loop is longer than an upload and a download")
-    if len(rounds) < 5:
-        return
     loops = statistics.median(statistics.median(m["steps"] for m in entries)
                               for entries in merged) / inner_steps
     if loops >= 4:
@@ -2077,18 +2087,17 @@ class MasterOuterLoop:
     def collect(self, state: SwarmState, waiting: list, line: dict) -> tuple:
         """(deltas to merge, paths to delete). In a fixed order, nodes by name and each by step: the
         order of arrival cannot change a bit."""
-        deltas, norms, delete, last = [], [], [], max(there.since for there in waiting)
+        deltas, delete, last = [], [], max(there.since for there in waiting)
         with ThreadPoolExecutor(8) as pool:     # over the Hub each is requests, which take seconds
             jobs = [pool.submit(self.fetch_delta, there) for there in waiting]
         for there, job in zip(waiting, jobs):
             try:
                 delta = job.result()
                 check_delta(state, self.settings, delta, there)
-                norm = norm_of(delta.stored, self.shapes)
-                book(state, delta, norm)
+                delta.norm = norm_of(delta.stored, self.shapes)
+                book(state, delta)
                 state.nodes[there.node].waited = last - there.since
                 deltas.append(delta)
-                norms.append(norm)
             except FileNotFoundError:       # gone since it was listed
                 continue
             except ValueError as e:
@@ -2097,7 +2106,7 @@ class MasterOuterLoop:
                 if not isinstance(e, Replay):       # else it is merged: nothing to tell the node
                     note_refusal(state, there.node, there.local_step, reason, len(e.args) > 1)
             delete.append(there.path)
-        limit_norms(state, self.settings["max_norm_ratio"], deltas, norms, self.weights_norm())
+        limit_norms(state, self.settings, deltas, self.weights_norm())
         return deltas, delete
 
     def fetch_delta(self, there: Waiting) -> Delta:
@@ -2922,11 +2931,15 @@ class DumbDiLoCo:
 
         A node of the median pace trains inner_steps, a fast one more: all loops take the same
         time. So the deltas of a round come together, and none gets old while it waits for others.
+        Until its pace is known a node trains a tenth of inner_steps: the first rounds come soon,
+        and all come into step. (Validation loss 1.5235 instead of 1.5344, mean of three seeds.)
         """
         inner_steps, nodes = self.settings["inner_steps"], self.state.nodes
         mine = nodes.get(self.node_id, NodeState()).pace
-        if self.settings["wait"] or not mine:
+        if self.settings["wait"]:
             return inner_steps
+        if not mine:
+            return max(1, inner_steps // 10)
         active = active_nodes(nodes, self.state.outer_step) | {self.node_id}
         ratio = statistics.median(nodes[node].pace for node in active) / mine
         return max(1, round(inner_steps * min(LOOP_RANGE, max(1 / LOOP_RANGE, ratio))))

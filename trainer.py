@@ -1070,7 +1070,7 @@ def build_optimizers(
 
 
 def lr_factor(step: int, c: dict) -> float:
-    """Learning rate of the update from `step` to step + 1, as a part of the peak."""
+    """Learning rate of the update from `step` to step + 1, as a fraction of the peak."""
     if step < c["warmup_steps"]:
         return (step + 1) / c["warmup_steps"]
     progress = min(1.0, (step - c["warmup_steps"]) / max(1, c["max_steps"] - c["warmup_steps"]))
