@@ -36,8 +36,8 @@ SETTINGS = dict(
         output_dir=("runs",       "runs live here"),
         eval_every=(100,          "steps between evaluations; 0 = only at the end"),
         eval_batches=(20,         "microbatches of validation data, the same ones each time"),
-        sample=("",               "a prompt, continued at each eval; of a run there is: only that"),
-        export=("",               "folder for a transformers model; of a run there is: only that"),
+        sample=("",               "prompt to continue at each eval; of an existing run: at once"),
+        export=("",               "transformers folder, at the end; of an existing run: at once"),
         expected_loss=(0.0,       "final validation loss to expect, printed first; 0 = not known"),
         plot=(False,              "train.py: draw loss.svg and end; several runs: --name=a,b"),
     ),
@@ -106,7 +106,7 @@ SETTINGS = dict(
         bucket=("auto",           "Hub: where deltas go; auto = HUB-swarm, a name, or empty: none"),
         private=(True,            "the master creates the Hub repo private"),
         license=("",              "what the repo's page says, apache-2.0 for example"),
-        inner_steps=(50,          "steps of a loop at the median pace; all loops last as long"),
+        inner_steps=(50,          "steps between two deltas of a node of median speed"),
         outer_lr=(0.7,            "of the outer Nesterov step"),
         outer_momentum=(0.9,      "of the outer Nesterov step"),
         outer_warmup=(20,         "rounds over which the outer momentum grows; 0 = constant"),
@@ -276,7 +276,10 @@ def load_config(argv: list[str], published: dict | None = None, pretrained: dict
     """
     if {"-h", "--help"} & set(argv):
         others = [argument for argument in argv if argument not in ("-h", "--help")]
-        print(help_text(named_config(others) or "small"))
+        try:
+            print(help_text(named_config(others) or "small"), flush=True)
+        except OSError:     # `| head` has seen enough
+            os._exit(0)
         raise SystemExit(0)
     flags, name = read_flags(argv), named_config(argv) or base["run"]["config"]
     asked = {(section, key) for section, key, _ in flags}

@@ -179,6 +179,14 @@ def test_help_begins_with_what_people_use_and_shows_every_key(capsys):
         for key in values:
             assert re.search(rf"^  --{section}\.{key}=\S.*? +[a-z]+", text, re.M), key
 
+
+@pytest.mark.parametrize("script", ["train.py", "master.py", "worker.py"])
+def test_help_that_nobody_reads_to_its_end_is_no_error(script):
+    p = subprocess.Popen([sys.executable, HERE / script, "--help"], stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
+    p.stdout.close()
+    assert (p.communicate(timeout=PATIENCE)[1], p.returncode) == ("", 0)
+
 # ---- model.py
 # It is a Llama: the same numbers as the published forward pass; the first loss is ln V.
 # No token sees a later one; padding and ignored labels change nothing.
